@@ -1,0 +1,1 @@
+"""regraft: new attention on an old trunk."""

@@ -1,0 +1,1 @@
+"""Self-contained checkpoints, model cards, and the Hub."""

@@ -1,0 +1,1 @@
+"""The target mechanisms, one file each."""

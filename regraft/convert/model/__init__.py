@@ -1,0 +1,1 @@
+"""Configuration, model classes, cache layers and the per-forward context of grafted models."""

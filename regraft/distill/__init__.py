@@ -1,0 +1,1 @@
+"""Losses, stages and the training loop."""

@@ -1,0 +1,1 @@
+"""Judging: divergence, recall, lm-eval, speed, verification, report."""

@@ -1,0 +1,209 @@
+"""The recipe file: what `regraft run` does, as validated data.
+
+Pydantic models only; nothing here imports torch. Mixer options stay raw dicts (the mixer registry validates them).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+SCHEMA_VERSION = 1
+
+_SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([kKmMgG]?)\s*$")
+
+
+def parse_size(value: Any) -> Any:
+    """`50M`, `2k`, `1e6` or a number as an int (decimal k/M/G); anything else is refused."""
+    if isinstance(value, bool) or not isinstance(value, str):
+        return value
+    match = _SIZE.match(value)
+    if not match:
+        raise ValueError(f"'{value}' is not a size; write a number such as 300000, 300k or 2M")
+    return int(float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}[match[2].lower()])
+
+
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
+
+
+class Strict(BaseModel):
+    """Base: unknown keys are errors, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DataConfig(Strict):
+    """A text source.
+
+    `source`: `corpus` (embedded: the Python documentation in every CPython), a local .txt/.jsonl/.parquet file or
+    a glob of them, or `hub:NAME` (a Hub data set, streamed). `field` names the text column of rows.
+    """
+
+    source: str = "corpus"
+    split: str = "train"
+    field: str = "text"
+    config: str | None = None
+    bos: bool = False
+    eos: bool = True
+
+
+class LayersConfig(Strict):
+    """Which layers are converted: `by` a selector of the registry, or an explicit grammar string in `layers`.
+
+    `keep` is the number of layers that stay softmax. `tokens` is the calibration budget of selectors that measure.
+    """
+
+    by: str = "align"
+    keep: int | None = Field(default=None, ge=0)
+    layers: str | None = None
+    tokens: Size = 4096
+
+    @model_validator(mode="after")
+    def _one_way(self) -> LayersConfig:
+        if self.by == "list" and self.layers is None:
+            raise ValueError("by: list needs `layers`, for example layers: 0-14")
+        if self.by != "list" and self.layers is not None:
+            raise ValueError("`layers` is only read with by: list")
+        if self.by != "list" and self.keep is None:
+            raise ValueError(f"by: {self.by} needs `keep`, the number of softmax layers kept")
+        return self
+
+
+class LoraConfig(Strict):
+    """LoRA through peft; `targets` defaults to the mixer's own `lora_targets`."""
+
+    r: int = Field(default=8, gt=0)
+    alpha: float = Field(default=16.0, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    targets: list[str] | None = None
+
+
+class _Training(Strict):
+    tokens: Size
+    seq_len: Size = 512
+    batch_size: int = Field(default=1, gt=0)
+    accumulate: int = Field(default=1, gt=0)
+    lr: float = Field(gt=0)
+    min_lr: float = Field(default=0.0, ge=0)
+    warmup: int = Field(default=10, ge=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = Field(default=0.0, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float | None = Field(default=1.0, gt=0)
+    data: str = "train"
+    checkpoint_every: int = Field(default=50, gt=0)
+    gradient_checkpointing: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class AlignStage(_Training):
+    """Teacher-forced: every converted layer gets the teacher's input and is fitted to the teacher's output."""
+
+    stage: Literal["align"]
+    lr: float = Field(default=1e-2, gt=0)
+    loss: Literal["mse_over_variance", "mse", "l2norm"] = "mse_over_variance"
+    train: Literal["new", "mixers"] = "new"
+
+
+class LogitsStage(_Training):
+    """Student-forced: KL(teacher || student) on next-token distributions, optionally plus cross-entropy.
+
+    `positions`: number of random positions per row on which the loss is taken; null takes all.
+    """
+
+    stage: Literal["logits"]
+    lr: float = Field(default=1e-4, gt=0)
+    new_lr: float | None = Field(default=None, gt=0)
+    train: Literal["new", "mixers", "all", "lora"] = "mixers"
+    lora: LoraConfig | None = None
+    kl: float = Field(default=1.0, ge=0)
+    ce: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=1.0, gt=0)
+    positions: int | None = Field(default=None, gt=0)
+    vocab_chunk: int = Field(default=8192, gt=0)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LogitsStage:
+        if (self.train == "lora") != (self.lora is not None):
+            raise ValueError("`train: lora` and the `lora:` block belong together; give both or neither")
+        if self.kl == 0 and self.ce == 0:
+            raise ValueError("kl and ce are both 0: there is nothing to train on")
+        return self
+
+
+class FinetuneStage(_Training):
+    """Next-token cross-entropy without a teacher."""
+
+    stage: Literal["finetune"]
+    lr: float = Field(default=1e-4, gt=0)
+    new_lr: float | None = Field(default=None, gt=0)
+    train: Literal["new", "mixers", "all", "lora"] = "lora"
+    lora: LoraConfig | None = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> FinetuneStage:
+        if (self.train == "lora") != (self.lora is not None):
+            raise ValueError("`train: lora` and the `lora:` block belong together; give both or neither")
+        return self
+
+
+Stage = Annotated[AlignStage | LogitsStage | FinetuneStage, Field(discriminator="stage")]
+
+
+class ConvertConfig(Strict):
+    """The target mixer and its options (validated by the mixer's own Options class)."""
+
+    mixer: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class EvalConfig(Strict):
+    """What is measured at the end: protocols, recall lengths, lm-eval tasks, and speed by context."""
+
+    protocols: list[Literal["core", "long"]] = ["core"]
+    data: str = "eval"
+    windows: int | None = Field(default=None, gt=0)
+    recall: list[Size] = [512, 1024, 2048]
+    recall_samples: int = Field(default=16, gt=0)
+    baselines: bool = True
+    tasks: list[str] = []
+    limit: int | None = Field(default=None, gt=0)
+    bench: list[Size] = []
+
+
+class Recipe(Strict):
+    """A whole conversion, from a source model to a judged checkpoint."""
+
+    version: int = SCHEMA_VERSION
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    title: str = ""
+    source_of_method: str = ""
+    base: str
+    revision: str | None = None
+    teacher: str | None = None
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    seed: int = 0
+    convert: ConvertConfig
+    layers: LayersConfig
+    distill: list[Stage] = []
+    data: dict[str, DataConfig] = Field(
+        default_factory=lambda: {"train": DataConfig(split="train"), "eval": DataConfig(split="heldout")}
+    )
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @field_validator("version")
+    @classmethod
+    def _known_version(cls, value: int) -> int:
+        if value > SCHEMA_VERSION:
+            raise ValueError(f"recipe version {value} is newer than this regraft knows ({SCHEMA_VERSION}); update regraft")
+        return value
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Recipe:
+        names = [*((s.data, f"distill[{i}].data") for i, s in enumerate(self.distill)), (self.eval.data, "eval.data")]
+        for name, where in names:
+            if name not in self.data:
+                raise ValueError(f"{where}: no data source '{name}'; known: {', '.join(sorted(self.data))}")
+        return self

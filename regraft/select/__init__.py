@@ -1,0 +1,1 @@
+"""Which layers to convert: scores and allocation."""
