@@ -28,7 +28,7 @@ TINY = {
     "eos_token_id": 2,
     "initializer_range": 0.2,
 }
-PER_FAMILY = {"gemma3_text": {"sliding_window": 9, "query_pre_attn_scalar": 16}}
+PER_FAMILY = {"mistral": {"sliding_window": None}, "gemma3_text": {"sliding_window": 9, "query_pre_attn_scalar": 16}}
 
 
 def _randomise(model, seed):

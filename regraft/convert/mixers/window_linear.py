@@ -27,7 +27,8 @@ class WindowLinearOptions(Options):
     `window`, `sinks`: keys that stay exact. `feature_dim`: rows of the learned map per head; the map has twice as many
     features. `query_map`: "softmax" (bounded features, the far weight has one learned scale per head) or "exp"
     (unbounded, so that the far weight grows with the query as softmax weights do). `start`: log of the far branch's
-    starting weight, before the alignment stage chooses a better one per head.
+    starting weight, before the alignment stage chooses a better one per head. `over_sliding`: also convert a layer
+    that slides in the source; beyond the source's window the far branch then adds keys that the layer never saw.
     """
 
     window: int = 64
@@ -35,6 +36,7 @@ class WindowLinearOptions(Options):
     feature_dim: int = 64
     query_map: str = "exp"
     start: float = -4.0
+    over_sliding: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
@@ -58,10 +60,11 @@ class WindowLinear(Mixer):
     @classmethod
     def check_fit(cls, spec: AttentionSpec, options: Options) -> None:
         """A layer that slides in the source has nothing far to approximate."""
-        if spec.sliding_window is not None:
+        if spec.sliding_window is not None and not options.over_sliding:
             raise ValueError(
                 f"layer {spec.layer_idx} slides over {spec.sliding_window} tokens in the source already: "
-                "window_linear would add keys that it never saw; convert the other layers, or use sliding_window"
+                "window_linear would add keys that it never saw; convert the other layers, use sliding_window, or set "
+                "over_sliding=true for texts no longer than that"
             )
 
     def make_new(self, device: torch.device) -> None:

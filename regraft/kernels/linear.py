@@ -1,0 +1,61 @@
+"""Causal linear attention without its denominator's division: num_t = sum_{j<=t} (fq_t . fk_j) v_j, den_t likewise.
+
+The state is kept in fp32 per KV head; the query heads of a group share it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+_BLOCK = 64
+
+
+class LinearState(NamedTuple):
+    """Sums over all keys seen; all zero means none."""
+
+    kv: torch.Tensor  # [B, G, F, Dv] fp32, sum of fk v^T
+    norm: torch.Tensor  # [B, G, F] fp32, sum of fk
+
+
+def chunk(
+    fq: torch.Tensor, fk: torch.Tensor, v: torch.Tensor, *, state: LinearState | None = None
+) -> tuple[torch.Tensor, torch.Tensor, LinearState]:
+    """Block-parallel form: fq [B, T, H, F], fk [B, T, G, F], v [B, T, G, Dv] -> num [B, T, H, Dv], den [B, T, H], state."""
+    batch, length, heads, features = fq.shape
+    groups, dim = v.shape[2:]
+    rep = heads // groups
+    size = min(_BLOCK, length)
+    blocks = -(-length // size)
+    pad = (0, 0, 0, 0, 0, blocks * size - length)
+    q = F.pad(fq, pad).float().view(batch, blocks, size, groups, rep, features).permute(0, 1, 3, 4, 2, 5)
+    q = q.reshape(batch, blocks, groups, rep * size, features)
+    k = F.pad(fk, pad).float().view(batch, blocks, size, groups, features).transpose(2, 3)
+    # a column of ones beside the values makes the denominator one more value channel
+    v1 = F.pad(F.pad(v.float(), (0, 1), value=1.0), pad).view(batch, blocks, size, groups, dim + 1).transpose(2, 3)
+    sums = (k.transpose(-1, -2) @ v1).cumsum(1)  # [B, N, G, F, Dv + 1], up to and with each block
+    before = F.pad(sums[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+    if state is not None:
+        carried = torch.cat([state.kv, state.norm[..., None]], -1)
+        before = before + carried[:, None]
+    scores = (q @ k.transpose(-1, -2)).view(batch, blocks, groups, rep, size, size)
+    scores = scores.tril().view(batch, blocks, groups, rep * size, size)
+    out = scores @ v1 + q @ before
+    out = out.view(batch, blocks, groups, rep, size, dim + 1).permute(0, 1, 4, 2, 3, 5)
+    out = out.reshape(batch, blocks * size, heads, dim + 1)[:, :length]
+    total = sums[:, -1] if state is None else sums[:, -1] + carried
+    return out[..., :-1], out[..., -1], LinearState(total[..., :-1], total[..., -1])
+
+
+def step(
+    fq: torch.Tensor, fk: torch.Tensor, v: torch.Tensor, *, state: LinearState
+) -> tuple[torch.Tensor, torch.Tensor, LinearState]:
+    """One token (T = 1) on top of `state`."""
+    batch, _, heads, features = fq.shape
+    groups = v.shape[2]
+    kv = state.kv + fk[:, 0].float()[..., None] * v[:, 0].float()[..., None, :]
+    norm = state.norm + fk[:, 0].float()
+    q = fq.float().view(batch, groups, heads // groups, features)
+    num = (q @ kv).reshape(batch, 1, heads, -1)
+    den = (q @ norm[..., None]).reshape(batch, 1, heads)
+    return num, den, LinearState(kv, norm)

@@ -1,0 +1,213 @@
+"""Sliding-window attention with exact sinks: softmax over the last keys and the first ones.
+
+Query t sees key j when 0 <= t - j < window, or j < sinks and j <= t; a sink inside the window counts once. Positions
+count from the first token of the sequence, earlier calls included. All three forms also return the log-sum-exp of the
+scaled logits, so that the result merges exactly with other branches.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+_BLOCK = 64
+
+
+class WindowState(NamedTuple):
+    """What a sequence leaves behind for its next tokens; all zero means nothing seen yet.
+
+    The window is right-aligned (newest last): slot `window - n` holds the n-th last token, and is zero where there was
+    none. `count` tokens have been seen.
+    """
+
+    keys: torch.Tensor  # [B, W, G, D]
+    values: torch.Tensor  # [B, W, G, Dv]
+    sink_keys: torch.Tensor  # [B, S, G, D]
+    sink_values: torch.Tensor  # [B, S, G, Dv]
+    count: torch.Tensor  # [B] int64
+
+
+def empty_state(
+    batch: int,
+    window: int,
+    sinks: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> WindowState:
+    """The state before the first token."""
+    factory = {"dtype": dtype, "device": device}
+    return WindowState(
+        torch.zeros(batch, window, kv_heads, head_dim, **factory),
+        torch.zeros(batch, window, kv_heads, value_dim, **factory),
+        torch.zeros(batch, sinks, kv_heads, head_dim, **factory),
+        torch.zeros(batch, sinks, kv_heads, value_dim, **factory),
+        torch.zeros(batch, dtype=torch.int64, device=device),
+    )
+
+
+def bound(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """softcap * tanh(logits / softcap), or the logits themselves without a cap."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def with_history(x: torch.Tensor, past: torch.Tensor | None, window: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    """The stored window before the new tokens: [B, window + T, ...]; trailing padding becomes zero."""
+    if lengths is not None:
+        real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
+        x = torch.where(real[:, :, None, None], x, torch.zeros((), dtype=x.dtype, device=x.device))
+    if past is None:
+        return F.pad(x, (0, 0, 0, 0, window, 0))
+    return torch.cat([past.to(x.dtype), x], 1)
+
+
+def last_window(full: torch.Tensor, window: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    """The last `window` real tokens of `full` [B, window + T, ...] (see `with_history`)."""
+    if lengths is None:
+        return full[:, full.shape[1] - window :]
+    index = lengths[:, None] + torch.arange(window, device=full.device)
+    return full.gather(1, index[:, :, None, None].expand(-1, -1, *full.shape[2:]))
+
+
+def updated_sinks(
+    past: torch.Tensor | None, x: torch.Tensor, sinks: int, count: torch.Tensor, lengths: torch.Tensor | None
+) -> torch.Tensor:
+    """The first `sinks` tokens of the sequence [B, S, G, D] after the new tokens `x` [B, T, G, D]; zero if not yet."""
+    index = torch.arange(sinks, device=x.device) - count[:, None]  # index of sink s among the new tokens
+    limit = x.shape[1] if lengths is None else lengths[:, None]
+    new = (index >= 0) & (index < limit)
+    pick = index.clamp(0, x.shape[1] - 1)[:, :, None, None].expand(-1, -1, *x.shape[2:])
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    fresh = torch.where(new[:, :, None, None], x.gather(1, pick), zero)
+    if past is None:
+        return fresh
+    return torch.where((index < 0)[:, :, None, None], past.to(x.dtype), fresh)
+
+
+def chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None = None,
+    state: WindowState | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, WindowState]:
+    """Block-parallel form: q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv] -> out [B, T, H, Dv], lse [B, T, H], state.
+
+    Time and memory are linear in T. `lengths` [B]: only the first lengths[b] tokens of row b are real.
+    """
+    batch, length, heads, dim = q.shape
+    groups, value_dim = k.shape[2], v.shape[3]
+    rep = heads // groups
+    count = torch.zeros(batch, dtype=torch.int64, device=q.device) if state is None else state.count
+    keys = with_history(k, None if state is None else state.keys, window, lengths)
+    values = with_history(v, None if state is None else state.values, window, lengths)
+    sink_keys = updated_sinks(None if state is None else state.sink_keys, k, sinks, count, lengths)
+    sink_values = updated_sinks(None if state is None else state.sink_values, v, sinks, count, lengths)
+
+    size = min(_BLOCK, length)
+    blocks = -(-length // size)
+    extra = blocks * size - length
+    span = size + window
+    qb = F.pad(q, (0, 0, 0, 0, 0, extra)).float() * scale
+    qb = qb.view(batch, blocks, size, groups, rep, dim).permute(0, 1, 3, 4, 2, 5)
+    qb = qb.reshape(batch, blocks, groups, rep * size, dim)
+    kb = F.pad(keys, (0, 0, 0, 0, 0, extra)).float().unfold(1, span, size)  # [B, N, G, D, span]
+    vb = F.pad(values, (0, 0, 0, 0, 0, extra)).float().unfold(1, span, size)
+    if sinks:
+        tail = sink_keys.float().permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
+        kb = torch.cat([kb, tail], -1)
+        tail = sink_values.float().permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
+        vb = torch.cat([vb, tail], -1)
+
+    logits = bound(qb @ kb, softcap).view(batch, blocks, groups, rep, size, span + sinks)
+    seen = _seen(blocks, size, window, sinks, count, q.device, state is None)
+    logits = logits.masked_fill(~seen, -torch.inf)
+    top = logits.detach().amax(-1, keepdim=True)
+    weights = (logits - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    out = (weights.view(batch, blocks, groups, rep * size, -1) @ vb.transpose(-1, -2)).view(*total.shape[:-1], -1)
+    out = (out / total).permute(0, 1, 4, 2, 3, 5).reshape(batch, blocks * size, heads, value_dim)
+    lse = (top + total.log()).squeeze(-1).permute(0, 1, 4, 2, 3).reshape(batch, blocks * size, heads)
+    after = WindowState(
+        last_window(keys, window, lengths),
+        last_window(values, window, lengths),
+        sink_keys,
+        sink_values,
+        count + (length if lengths is None else lengths),
+    )
+    return out[:, :length].to(q.dtype), lse[:, :length], after
+
+
+def _seen(
+    blocks: int, size: int, window: int, sinks: int, count: torch.Tensor, device: torch.device, fresh: bool
+) -> torch.Tensor:
+    """Which of a block's keys (window span, then sinks) each query sees: bool, broadcasts to [B, N, G, r, C, span + S]."""
+    i = torch.arange(size, device=device)[:, None]
+    j = torch.arange(size + window, device=device)[None]
+    band = (j <= i + window) & (j > i)
+    start = torch.arange(blocks, device=device)[:, None] * size
+    place = start + j - window  # [N, span]: position of the key, the first new token being 0
+    if fresh:
+        exists = (place >= 0)[None]
+        count = count[:1]
+    else:
+        exists = place >= -count[:, None, None]
+    near = band & exists[:, :, None, None, None, :]
+    if not sinks:
+        return near
+    rank = count[:, None, None] + start + i.T  # [B, N, C]: rank of the query
+    far = rank[..., None] - torch.arange(sinks, device=device) >= window
+    far = far[:, :, None, None]
+    return torch.cat([near.expand(far.shape[0], -1, -1, -1, -1, -1), far], -1)
+
+
+def step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None = None,
+    state: WindowState | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, WindowState]:
+    """One token (T = 1) on top of `state`; a row whose `lengths` is 0 leaves its state as it is."""
+    batch, _, heads, dim = q.shape
+    groups = k.shape[2]
+    if state is None:
+        state = empty_state(batch, window, sinks, groups, dim, v.shape[3], k.dtype, k.device)
+    keys = torch.cat([state.keys[:, 1:], k.to(state.keys.dtype)], 1)
+    values = torch.cat([state.values[:, 1:], v.to(state.values.dtype)], 1)
+    count = state.count
+    slot = torch.arange(sinks, device=q.device)
+    here = (slot == count[:, None])[:, :, None, None]
+    sink_keys = torch.where(here, k.to(state.keys.dtype), state.sink_keys)
+    sink_values = torch.where(here, v.to(state.values.dtype), state.sink_values)
+    age = torch.arange(window - 1, -1, -1, device=q.device)
+    seen = torch.cat([age <= count[:, None], count[:, None] - slot >= window], 1)  # [B, W + S]
+    all_keys = torch.cat([keys, sink_keys], 1).float()
+    all_values = torch.cat([values, sink_values], 1).float()
+    qh = q.view(batch, groups, heads // groups, dim).float() * scale
+    logits = bound(torch.einsum("bgrd,bngd->bgrn", qh, all_keys), softcap)
+    logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
+    lse = logits.logsumexp(-1)
+    out = torch.einsum("bgrn,bngd->bgrd", (logits - lse[..., None]).exp(), all_values)
+    after = WindowState(keys, values, sink_keys, sink_values, count + 1)
+    if lengths is not None:
+        after = keep_rows(lengths > 0, after, state)
+    return out.reshape(batch, 1, heads, -1).to(q.dtype), lse.reshape(batch, 1, heads), after
+
+
+def keep_rows(write: torch.Tensor, new, old):
+    """Rows of state `new` where `write` [B], of `old` elsewhere."""
+    pairs = zip(new, old, strict=True)
+    return type(new)(*(torch.where(write.view(-1, *([1] * (n.dim() - 1))), n, o.to(n.dtype)) for n, o in pairs))
