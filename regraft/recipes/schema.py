@@ -110,7 +110,8 @@ class AlignStage(_Training):
 class LogitsStage(_Training):
     """Student-forced: KL(teacher || student) on next-token distributions, optionally plus cross-entropy.
 
-    `positions`: number of random positions per row on which the loss is taken; null takes all.
+    `positions`: number of random positions per row on which the loss is taken; null takes all. `chunk`: tokens whose
+    logits over the whole vocabulary exist at one time.
     """
 
     stage: Literal["logits"]
@@ -122,7 +123,7 @@ class LogitsStage(_Training):
     ce: float = Field(default=0.0, ge=0)
     temperature: float = Field(default=1.0, gt=0)
     positions: int | None = Field(default=None, gt=0)
-    vocab_chunk: int = Field(default=8192, gt=0)
+    chunk: int = Field(default=64, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> LogitsStage:
@@ -141,6 +142,7 @@ class FinetuneStage(_Training):
     new_lr: float | None = Field(default=None, gt=0)
     train: Literal["new", "mixers", "all", "lora"] = "lora"
     lora: LoraConfig | None = None
+    chunk: int = Field(default=64, gt=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> FinetuneStage:
