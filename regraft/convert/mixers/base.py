@@ -91,6 +91,8 @@ class Mixer(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """Per-token inputs of `mix`: q [B, T, H, D], k [B, T, G, D], v [B, T, G, Dv], normed and rotated."""
         shape = (*hidden_states.shape[:-1], -1)
+        # while trained, a mixer's weights are fp32 inside a bf16 model
+        hidden_states = hidden_states.to(self.v_proj.weight.dtype)
         q = self.q_proj(hidden_states).view(*shape, self.spec.head_dim)
         k = self.k_proj(hidden_states).view(*shape, self.spec.head_dim)
         v = self.v_proj(hidden_states).view(*shape, self.spec.value_dim)
@@ -151,7 +153,7 @@ class Mixer(nn.Module):
             )
         cache = cache if cache is not None else past_key_values
         out = self.heads(hidden_states, position_embeddings, regraft, cache)
-        return self.o_proj(out.flatten(2).to(hidden_states.dtype)), None
+        return self.o_proj(out.flatten(2).to(self.o_proj.weight.dtype)).to(hidden_states.dtype), None
 
     def cache_layer(self, max_cache_len: int | None = None) -> MixerCacheLayer:
         """An empty cache layer for this mixer; `max_cache_len` for a static cache."""
