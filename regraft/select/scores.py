@@ -1,0 +1,114 @@
+"""The scores behind the selectors: layer -> number, lower converts first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from regraft.convert.graft import converted_layers, decoder_layers
+from regraft.data.packing import Batch
+from regraft.distill.losses import Head, align_loss
+from regraft.distill.loop import teacher_taps
+
+_CHUNK = 128
+
+
+def uniform_scores(calibration: Any, num_layers: int, keep: int) -> dict[int, float]:
+    """1 for `keep` evenly spaced layers, 0 for the others."""
+    kept = {(2 * i + 1) * num_layers // (2 * keep) for i in range(keep)}
+    return {i: float(i in kept) for i in range(num_layers)}
+
+
+@torch.no_grad()
+def align_scores(calibration: Any, num_layers: int, keep: int) -> dict[int, float]:
+    """Error of the aligned mixers' head outputs on the teacher's inputs, over the variance of the teacher's."""
+    if calibration.layer_error is not None:
+        return dict(calibration.layer_error)
+    from regraft.convert.model.context import Context
+
+    layers = converted_layers(calibration.student)
+    totals = dict.fromkeys(layers, 0.0)
+    for row in calibration.rows:
+        batch = _batch(row, calibration.teacher.device)
+        taps = teacher_taps(calibration.teacher, batch, list(layers))
+        for index, mixer in layers.items():
+            hidden, position, target = taps[index]
+            out = mixer.heads(hidden, position, Context.plain())
+            totals[index] += align_loss("mse_over_variance", out, target).item()
+    return {index: total / len(calibration.rows) for index, total in totals.items()}
+
+
+def _batch(row: torch.Tensor, device: Any) -> Batch:
+    ids = row[None].to(device)
+    return Batch(ids, torch.arange(ids.shape[1], device=device)[None], ids)
+
+
+@torch.no_grad()
+def kl_scores(calibration: Any, num_layers: int, keep: int) -> dict[int, float]:
+    """KL(teacher || teacher with one layer converted) on the calibration rows, layer by layer.
+
+    The swap happens inside the teacher for the time of one pass. The layers below the swapped one give what the
+    teacher's give, so they are not computed again: their outputs are replayed.
+    """
+    teacher, mixers = calibration.teacher, converted_layers(calibration.student)
+    totals = dict.fromkeys(mixers, 0.0)
+    for row in calibration.rows:
+        ids = row[None].to(teacher.device)
+        inputs, final = _layer_inputs(teacher, ids)
+        head = Head.of(teacher)
+        reference = [head(part).log_softmax(-1) for part in final[0, :-1].split(_CHUNK)]
+        for index, mixer in mixers.items():
+            hidden = _from_layer(teacher, ids, index, inputs[index], mixer)
+            total = 0.0
+            for part, target in zip(hidden[0, :-1].split(_CHUNK), reference, strict=True):
+                found = head(part).log_softmax(-1)
+                total += (target.exp() * (target - found)).sum(dtype=torch.float64).item()
+            totals[index] += total / (ids.shape[1] - 1)
+    return {index: total / len(calibration.rows) for index, total in totals.items()}
+
+
+def _layer_inputs(teacher: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The hidden states that enter every layer, and the final ones."""
+    taken: list[torch.Tensor] = []
+
+    def hook(module: Any, args: Any, kwargs: Any) -> None:
+        taken.append(args[0] if args else kwargs["hidden_states"])
+
+    handles = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in decoder_layers(teacher)]
+    try:
+        final = teacher.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        for handle in handles:
+            handle.remove()
+    return taken, final
+
+
+def _from_layer(teacher: Any, ids: torch.Tensor, index: int, entering: torch.Tensor, mixer: Any) -> torch.Tensor:
+    """Final hidden states when `mixer` replaces the attention of layer `index`, which `entering` enters."""
+    from regraft.convert.model.context import Context
+
+    layers = decoder_layers(teacher)
+    layer = layers[index]
+    original, forward = layer.self_attn, mixer.forward
+
+    def replay(module: Any, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (entering, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": entering}
+
+    skipped = [(below, below.forward) for below in layers[:index]]
+    handle = layer.register_forward_pre_hook(replay, with_kwargs=True)
+    context = Context.plain()
+    try:
+        for below, _ in skipped:
+            below.forward = lambda hidden_states, *args, **kwargs: hidden_states
+        mixer.forward = lambda *args, **kwargs: forward(*args, **{**kwargs, "regraft": context})
+        layer.self_attn = mixer
+        return teacher.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        layer.self_attn = original
+        del mixer.forward
+        for below, _ in skipped:
+            del below.forward
+        handle.remove()
