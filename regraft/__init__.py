@@ -16,7 +16,7 @@ _API = {name: "regraft.api" for name in (
     "inspect", "plan", "select", "convert", "distill", "run", "evaluate", "verify", "bench", "report", "export", "load",
 )}  # fmt: skip
 
-__all__ = ["__version__", *sorted(_API)]  # noqa: PLE0604
+__all__ = ["__version__", *sorted(_API)]
 
 
 def __getattr__(name: str) -> Any:

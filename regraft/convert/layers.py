@@ -1,10 +1,10 @@
 """The grammar of `--layers`: which layers to convert, 0-based.
 
-    0,2,5-9     lists and ranges
-    every:4     layers 3, 7, 11, ... (i % 4 == 3)
-    all
-    SSSL        S keeps softmax, L converts; tiled over the depth
-    FILE        a layers.json that `regraft select` wrote, or a text file holding any of the above
+0,2,5-9     lists and ranges
+every:4     layers 3, 7, 11, ... (i % 4 == 3)
+all
+SSSL        S keeps softmax, L converts; tiled over the depth
+FILE        a layers.json that `regraft select` wrote, or a text file holding any of the above
 """
 
 from __future__ import annotations
@@ -74,14 +74,18 @@ def _file(path: Path, num_layers: int) -> list[int]:
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
         if _is_file_name(text.strip()):
-            raise UserError("a layers file must hold layers, not another file", where=str(path), fix="write 0-9 or SSSL")
+            raise UserError(
+                "a layers file must hold layers, not another file", where=str(path), fix="write 0-9 or SSSL"
+            )
         return parse_layers(text, num_layers)
     try:
         content = json.loads(text)
         depth, chosen = content["num_layers"], content["converted"]
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            "not a layers.json that `regraft select` wrote", where=str(path), fix="write it with: regraft select MODEL -o FILE"
+            "not a layers.json that `regraft select` wrote",
+            where=str(path),
+            fix="write it with: regraft select MODEL -o FILE",
         ) from None
     if depth != num_layers:
         raise UserError(

@@ -73,6 +73,4 @@ def embedded_documents(split: str) -> list[str]:
     """Documents of `split` ("train", "heldout" or "all"), in a fixed order."""
     if split not in ("train", "heldout", "all"):
         raise ValueError(f"the embedded corpus has no split '{split}'")
-    return [
-        text for name, text in _all_documents().items() if split == "all" or held_out(name) == (split == "heldout")
-    ]
+    return [text for name, text in _all_documents().items() if split == "all" or held_out(name) == (split == "heldout")]

@@ -111,5 +111,7 @@ class PackedText:
 def _special(tokenizer, kind: str) -> int:
     token = getattr(tokenizer, f"{kind}_token_id")
     if token is None:
-        raise UserError(f"the tokenizer has no {kind.upper()} token", where=f"data.{kind}", fix=f"set data.{kind}: false")
+        raise UserError(
+            f"the tokenizer has no {kind.upper()} token", where=f"data.{kind}", fix=f"set data.{kind}: false"
+        )
     return token

@@ -13,7 +13,38 @@ from typing import Any
 
 import torch
 
-_KEYS = ["apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket", "kitchen", "ladder", "mirror", "needle", "ocean", "pencil", "quarter", "river", "silver", "table", "umbrella", "village", "window", "yellow", "zebra", "anchor", "basket", "copper", "dragon", "elbow"]
+_KEYS = [
+    "apple",
+    "bridge",
+    "candle",
+    "desert",
+    "engine",
+    "forest",
+    "garden",
+    "hammer",
+    "island",
+    "jacket",
+    "kitchen",
+    "ladder",
+    "mirror",
+    "needle",
+    "ocean",
+    "pencil",
+    "quarter",
+    "river",
+    "silver",
+    "table",
+    "umbrella",
+    "village",
+    "window",
+    "yellow",
+    "zebra",
+    "anchor",
+    "basket",
+    "copper",
+    "dragon",
+    "elbow",
+]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,9 @@ def local_files(source: str) -> list[Path]:
         raise UserError(f"no text at '{source}'", where="data.source", fix="give corpus, a file or glob, or hub:NAME")
     for file in files:
         if file.suffix not in (".txt", ".md", ".jsonl", ".parquet"):
-            raise UserError(f"unknown kind of text file: {file.name}", where=str(file), fix="use .txt .md .jsonl .parquet")
+            raise UserError(
+                f"unknown kind of text file: {file.name}", where=str(file), fix="use .txt .md .jsonl .parquet"
+            )
     return files
 
 
@@ -99,7 +101,9 @@ def _text_of(row: dict[str, Any], field: str, where: str) -> str:
     if field not in row:
         _no_field(field, list(row), where)
     if not isinstance(row[field], str):
-        raise UserError(f"field '{field}' holds {type(row[field]).__name__}, not text", where=where, fix="set data.field")
+        raise UserError(
+            f"field '{field}' holds {type(row[field]).__name__}, not text", where=where, fix="set data.field"
+        )
     return row[field]
 
 

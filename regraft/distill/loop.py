@@ -202,7 +202,9 @@ class _Run:
             if (done % every == 0 or done == self.steps) and self.accelerator.is_main_process:
                 rate = (done - first) * self._rows_per_step() * self.stage.seq_len / (time.perf_counter() - began)
                 left = (self.steps - done) * self._rows_per_step() * self.stage.seq_len / rate
-                self.log(f"{name}: step {done}/{self.steps}, loss {self._last:.4f}, {rate:.0f} tok/s, {left:.0f} s left")
+                self.log(
+                    f"{name}: step {done}/{self.steps}, loss {self._last:.4f}, {rate:.0f} tok/s, {left:.0f} s left"
+                )
 
     def _batches(self, step: int) -> list[Batch]:
         """This process's micro-batches of a step."""

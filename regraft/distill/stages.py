@@ -44,7 +44,9 @@ def make_trainable(student: Any, stage: AnyStage) -> Trainable:
     """
     mixers = converted_layers(student)
     if not mixers:
-        raise UserError("no layer is converted: there is nothing to train", fix="convert layers first (regraft convert)")
+        raise UserError(
+            "no layer is converted: there is nothing to train", fix="convert layers first (regraft convert)"
+        )
     peft_model = _attach_lora(student, stage, mixers) if stage.train == "lora" else None
     fresh = {id(p) for mixer in mixers.values() for _, p in new_parameters(mixer)}
     inside = {id(p) for mixer in mixers.values() for p in mixer.parameters()}

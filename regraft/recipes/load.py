@@ -46,7 +46,9 @@ def parse_recipe(text: str, where: str, overrides: Iterable[str] = ()) -> Recipe
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark is not None else ""
-        raise UserError(f"not YAML: {getattr(error, 'problem', error)}", where=f"{where}{line}", fix="mend the file") from None
+        raise UserError(
+            f"not YAML: {getattr(error, 'problem', error)}", where=f"{where}{line}", fix="mend the file"
+        ) from None
     if not isinstance(raw, dict):
         raise UserError("a recipe is a mapping of keys", where=where, fix="see: regraft cat quickstart")
     changed: dict[tuple[Any, ...], str] = {}

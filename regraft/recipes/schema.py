@@ -199,7 +199,9 @@ class Recipe(Strict):
     @classmethod
     def _known_version(cls, value: int) -> int:
         if value > SCHEMA_VERSION:
-            raise ValueError(f"recipe version {value} is newer than this regraft knows ({SCHEMA_VERSION}); update regraft")
+            raise ValueError(
+                f"recipe version {value} is newer than this regraft knows ({SCHEMA_VERSION}); update regraft"
+            )
         return value
 
     @model_validator(mode="after")

@@ -119,7 +119,9 @@ class Selection:
             raw["scores"] = {int(k): v for k, v in raw["scores"].items()}
             return cls(**raw)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"not a layers.json: {error}", where=str(path), fix="write it with: regraft select") from None
+            raise UserError(
+                f"not a layers.json: {error}", where=str(path), fix="write it with: regraft select"
+            ) from None
 
     def render(self) -> str:
         """Strip and cost as text."""
@@ -193,6 +195,4 @@ def given(converted: list[int], num_layers: int, mixer: str, options: dict[str, 
     """The record of a choice that the user made."""
     kept = [i for i in range(num_layers) if i not in converted]
     scores = {i: float(i in kept) for i in range(num_layers)}
-    return Selection(
-        "list", mixer, num_layers, converted, kept, scores, "given", 0, 0.0, 0.0, options or {}
-    )
+    return Selection("list", mixer, num_layers, converted, kept, scores, "given", 0, 0.0, 0.0, options or {})

@@ -8,8 +8,8 @@ import torch
 
 from regraft.convert.graft import converted_layers, decoder_layers
 from regraft.data.packing import Batch
-from regraft.distill.losses import Head, align_loss
 from regraft.distill.loop import teacher_taps
+from regraft.distill.losses import Head, align_loss
 
 _CHUNK = 128
 

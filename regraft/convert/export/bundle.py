@@ -82,7 +82,9 @@ def modeling_source(model: Any, version: str) -> str:
 def _causal_source(source: type) -> str:
     """Name of the source's causal-LM class, also when `source` is its base model."""
     name = source.__name__
-    return name if name.endswith("ForCausalLM") else name.removesuffix("TextModel").removesuffix("Model") + "ForCausalLM"
+    return (
+        name if name.endswith("ForCausalLM") else name.removesuffix("TextModel").removesuffix("Model") + "ForCausalLM"
+    )
 
 
 def write_code(model: Any, folder: str | Path) -> list[str]:

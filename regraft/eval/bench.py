@@ -1,0 +1,97 @@
+"""Speed and cache by context, teacher and student interleaved in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from regraft.eval.results import Speed
+
+
+def cache_bytes(cache: Any) -> int:
+    """Bytes of every tensor that a cache holds: keys, values, and states; shared storage counts once."""
+    seen: dict[int, int] = {}
+    for layer in cache.layers:
+        for value in vars(layer).values():
+            for tensor in _tensors(value):
+                seen[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(seen.values())
+
+
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        # the scalar counters that transformers keeps in every layer are no cache
+        if value.dim() > 0:
+            yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+
+
+@torch.no_grad()
+def bench(
+    models: Mapping[str, Any], contexts: Iterable[int], *, repeats: int = 3, new_tokens: int = 16, seed: int = 0
+) -> list[Speed]:
+    """Prefill and decode speed and live cache bytes of every model at every context length.
+
+    Per context: one untimed round, then `repeats` rounds in which the models take turns: a prefill of random ids in one
+    call, then `new_tokens` single steps on its cache. Medians; spread is (max - min) / median.
+    """
+    rows = []
+    generator = torch.Generator().manual_seed(seed)
+    for context in contexts:
+        vocab = min(model.config.vocab_size for model in models.values())
+        ids = torch.randint(3, vocab, (1, context), generator=generator)
+        prefill: dict[str, list[float]] = {name: [] for name in models}
+        decode: dict[str, list[float]] = {name: [] for name in models}
+        size: dict[str, int] = {}
+        for turn in range(repeats + 1):
+            for name, model in models.items():
+                tokens = ids.to(model.device)
+                began = _now(model)
+                out = model(input_ids=tokens, use_cache=True, logits_to_keep=1)
+                middle = _now(model)
+                size[name] = cache_bytes(out.cache)
+                token = out.logits[:, -1:].argmax(-1)
+                steps = 2 if turn == 0 else new_tokens
+                started = _now(model)
+                for _ in range(steps):
+                    out = model(input_ids=token, cache=out.cache, use_cache=True)
+                    token = out.logits[:, -1:].argmax(-1)
+                ended = _now(model)
+                if turn:
+                    prefill[name].append(context / (middle - began))
+                    decode[name].append(steps / (ended - started))
+                del out
+        for name, model in models.items():
+            rows.append(
+                Speed(
+                    name=name,
+                    context=context,
+                    prefill_tok_s=statistics.median(prefill[name]),
+                    decode_tok_s=statistics.median(decode[name]),
+                    prefill_spread=_spread(prefill[name]),
+                    decode_spread=_spread(decode[name]),
+                    cache_bytes=size[name],
+                    cache_dtype=str(model.dtype).removeprefix("torch."),
+                    repeats=repeats,
+                )
+            )
+    return rows
+
+
+def _now(model: Any) -> float:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _spread(values: list[float]) -> float:
+    return (max(values) - min(values)) / statistics.median(values)

@@ -1,0 +1,83 @@
+"""Everything that is measured about a converted model, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from regraft.convert.graft import converted_layers, decoder_layers
+from regraft.eval.baselines import SINKS, interleave_baseline, sliding_window_baseline
+from regraft.eval.bench import bench
+from regraft.eval.divergence import compare, evaluation_texts, ids_hash, token_stream, windows
+from regraft.eval.environment import environment
+from regraft.eval.harness import lm_eval_tasks
+from regraft.eval.recall import recall
+from regraft.eval.results import Results
+from regraft.eval.samples import samples
+from regraft.recipes.schema import DataConfig, EvalConfig
+
+
+def evaluate(
+    student: Any,
+    teacher: Any,
+    tokenizer: Any,
+    config: EvalConfig,
+    data: DataConfig,
+    *,
+    names: tuple[str, str] = ("student", "teacher"),
+    seed: int = 0,
+    include_path: str | None = None,
+    log: Callable[[str], None] = print,
+) -> Results:
+    """Quality, recall, speed, tasks and samples of `student` against `teacher`, with both baselines.
+
+    `names`: what to call the two in the file (paths or ids). Baselines need converted layers; without any they are
+    left out.
+    """
+    layers = converted_layers(student)
+    depth = len(decoder_layers(student))
+    texts, source = evaluation_texts(data)
+    stream = token_stream(tokenizer, texts)
+    models = {"student": student}
+    if config.baselines and layers:
+        window = max((m.options.window for m in layers.values() if hasattr(m.options, "window")), default=64)
+        models["sliding_window baseline"] = sliding_window_baseline(teacher, list(layers), window)
+        models["interleave baseline"] = interleave_baseline(teacher, len(layers), window)
+    results = Results(model=names[0], teacher=names[1])
+    results.layers = {
+        "num_layers": depth,
+        "converted": sorted(layers),
+        "mixers": {str(i): {"name": m.name, "options": m.options.to_dict()} for i, m in layers.items()},
+    }
+    results.protocol = {
+        "text": source,
+        "dtype": str(student.dtype).removeprefix("torch."),
+        "bos": "none",
+        "seed": seed,
+        "baselines": f"untrained sliding_window with {SINKS} sinks and the same window",
+        "ids": {},
+    }
+    for protocol in config.protocols:
+        ids = windows(protocol, stream, config.windows)
+        results.protocol["ids"][protocol] = ids_hash(ids)
+        log(f"eval {protocol}: {ids.shape[0]} windows of {ids.shape[1]} tokens, {len(models) + 1} models")
+        results.quality += compare(teacher, models, ids, protocol)
+    if config.recall:
+        log(f"eval recall: {config.recall_samples} samples at {', '.join(map(str, config.recall))}")
+        results.recall = recall(
+            {"teacher": teacher, **models}, tokenizer, stream.tolist(), config.recall, config.recall_samples, seed=seed
+        )
+    if config.tasks:
+        for name, model in (("teacher", teacher), ("student", student)):
+            log(f"eval tasks ({name}): {', '.join(config.tasks)}")
+            found = lm_eval_tasks(
+                model, tokenizer, config.tasks, limit=config.limit, include_path=include_path, seed=seed
+            )
+            results.tasks[name] = found["results"]
+            results.protocol["lm_eval"] = found["protocol"]
+    if config.bench:
+        log(f"eval speed: contexts {', '.join(map(str, config.bench))}")
+        results.speed = bench({"teacher": teacher, "student": student}, config.bench, seed=seed)
+    results.samples = samples(teacher, student, tokenizer)
+    results.env = environment()
+    return results
