@@ -50,6 +50,18 @@ def converted_layers(model: Any) -> dict[int, Mixer]:
     return {i: slot for i, slot in enumerate(attention_slots(model)) if isinstance(slot, Mixer)}
 
 
+def fitting_layers(model: Any, name: str, options: Options) -> list[int]:
+    """The layers of a source model that mixer `name` can replace."""
+    found = []
+    for index, attn in enumerate(attention_slots(model)):
+        try:
+            get_mixer(name).check_fit(attention_spec(attn, model.config), options)
+        except ValueError:
+            continue
+        found.append(index)
+    return found
+
+
 def graft(model: Any, mixers: Mapping[int, tuple[str, Options]], *, info: SourceInfo | None = None) -> GraftResult:
     """Copy `model` and replace the attention of the layers in `mixers` ({index: (mixer name, options)}).
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
+from regraft.kernels.sliding_window import wide
+
 _BLOCK = 64
 
 
@@ -18,21 +20,41 @@ class LinearState(NamedTuple):
     norm: torch.Tensor  # [B, G, F] fp32, sum of fk
 
 
+def naive(fq: torch.Tensor, fk: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle, token by token: S_t = S_{t-1} + fk_t v_t^T, num_t = fq_t^T S_t; likewise the denominator.
+
+    Shapes as in `chunk`; computes in the input's dtype.
+    """
+    rep = fq.shape[2] // fk.shape[2]
+    kv = v.new_zeros(v.shape[0], v.shape[2], fk.shape[3], v.shape[3])
+    norm = v.new_zeros(v.shape[0], v.shape[2], fk.shape[3])
+    nums, dens = [], []
+    for query, key, value in zip(fq.unbind(1), fk.unbind(1), v.unbind(1), strict=True):
+        kv = kv + key[..., None] * value[..., None, :]
+        norm = norm + key
+        nums.append(torch.einsum("bhf,bhfd->bhd", query, kv.repeat_interleave(rep, 1)))
+        dens.append(torch.einsum("bhf,bhf->bh", query, norm.repeat_interleave(rep, 1)))
+    return torch.stack(nums, 1), torch.stack(dens, 1)
+
+
 def chunk(
     fq: torch.Tensor, fk: torch.Tensor, v: torch.Tensor, *, state: LinearState | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, LinearState]:
-    """Block-parallel form: fq [B, T, H, F], fk [B, T, G, F], v [B, T, G, Dv] -> num [B, T, H, Dv], den [B, T, H], state."""
+    """Block-parallel form.
+
+    fq [B, T, H, F], fk [B, T, G, F], v [B, T, G, Dv] -> num [B, T, H, Dv], den [B, T, H] and the new state.
+    """
     batch, length, heads, features = fq.shape
     groups, dim = v.shape[2:]
     rep = heads // groups
     size = min(_BLOCK, length)
     blocks = -(-length // size)
     pad = (0, 0, 0, 0, 0, blocks * size - length)
-    q = F.pad(fq, pad).float().view(batch, blocks, size, groups, rep, features).permute(0, 1, 3, 4, 2, 5)
+    q = wide(F.pad(fq, pad)).view(batch, blocks, size, groups, rep, features).permute(0, 1, 3, 4, 2, 5)
     q = q.reshape(batch, blocks, groups, rep * size, features)
-    k = F.pad(fk, pad).float().view(batch, blocks, size, groups, features).transpose(2, 3)
+    k = wide(F.pad(fk, pad)).view(batch, blocks, size, groups, features).transpose(2, 3)
     # a column of ones beside the values makes the denominator one more value channel
-    v1 = F.pad(F.pad(v.float(), (0, 1), value=1.0), pad).view(batch, blocks, size, groups, dim + 1).transpose(2, 3)
+    v1 = F.pad(F.pad(wide(v), (0, 1), value=1.0), pad).view(batch, blocks, size, groups, dim + 1).transpose(2, 3)
     sums = (k.transpose(-1, -2) @ v1).cumsum(1)  # [B, N, G, F, Dv + 1], up to and with each block
     before = F.pad(sums[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
     if state is not None:
@@ -53,9 +75,9 @@ def step(
     """One token (T = 1) on top of `state`."""
     batch, _, heads, features = fq.shape
     groups = v.shape[2]
-    kv = state.kv + fk[:, 0].float()[..., None] * v[:, 0].float()[..., None, :]
-    norm = state.norm + fk[:, 0].float()
-    q = fq.float().view(batch, groups, heads // groups, features)
+    kv = state.kv + wide(fk[:, 0])[..., None] * wide(v[:, 0])[..., None, :]
+    norm = state.norm + wide(fk[:, 0])
+    q = wide(fq).view(batch, groups, heads // groups, features)
     num = (q @ kv).reshape(batch, 1, heads, -1)
     den = (q @ norm[..., None]).reshape(batch, 1, heads)
     return num, den, LinearState(kv, norm)

@@ -1,7 +1,8 @@
 """Sliding-window attention with exact sinks: softmax over the last keys and the first ones.
 
-Query t sees key j when 0 <= t - j < window, or j < sinks and j <= t; a sink inside the window counts once. Positions
-count from the first token of the sequence, earlier calls included. All three forms also return the log-sum-exp of the
+Query t sees key j when 0 <= t - j < window, or j < sinks and j <= t; a sink inside the window counts once. With a
+`reach`, sinks are seen only at t - j < reach (a source layer that slides itself). Positions count from the first token
+of the sequence, earlier calls included. All three forms also return the log-sum-exp of the
 scaled logits, so that the result merges exactly with other branches.
 """
 
@@ -46,6 +47,41 @@ def empty_state(
         torch.zeros(batch, sinks, kv_heads, value_dim, **factory),
         torch.zeros(batch, dtype=torch.int64, device=device),
     )
+
+
+def naive(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int,
+    sinks: int,
+    scale: float,
+    softcap: float | None = None,
+    reach: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The oracle: every query against every key, with a mask; out [B, T, H, Dv] and lse [B, T, H] in the input's dtype.
+
+    Quadratic in T; for tests and verification, in float64.
+    """
+    rep = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(rep, 2), v.repeat_interleave(rep, 2)
+    logits = bound(torch.einsum("bthd,bshd->bhts", q, k) * scale, softcap)
+    t = torch.arange(q.shape[1], device=q.device)[:, None]
+    j = torch.arange(q.shape[1], device=q.device)[None]
+    seen = (j <= t) & ((t - j < window) | ((j < sinks) & within(t - j, reach)))
+    logits = logits.masked_fill(~seen, -torch.inf)
+    return torch.einsum("bhts,bshd->bthd", logits.softmax(-1), v), logits.logsumexp(-1).transpose(1, 2)
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the dtype of computation: fp32, or float64 if it is that already."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def within(distance: torch.Tensor, reach: int | None) -> torch.Tensor:
+    """Where `distance` is below `reach` (everywhere without one)."""
+    return torch.ones_like(distance, dtype=torch.bool) if reach is None else distance < reach
 
 
 def bound(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -95,6 +131,7 @@ def chunk(
     sinks: int,
     scale: float,
     softcap: float | None = None,
+    reach: int | None = None,
     state: WindowState | None = None,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, WindowState]:
@@ -115,19 +152,19 @@ def chunk(
     blocks = -(-length // size)
     extra = blocks * size - length
     span = size + window
-    qb = F.pad(q, (0, 0, 0, 0, 0, extra)).float() * scale
+    qb = wide(F.pad(q, (0, 0, 0, 0, 0, extra))) * scale
     qb = qb.view(batch, blocks, size, groups, rep, dim).permute(0, 1, 3, 4, 2, 5)
     qb = qb.reshape(batch, blocks, groups, rep * size, dim)
-    kb = F.pad(keys, (0, 0, 0, 0, 0, extra)).float().unfold(1, span, size)  # [B, N, G, D, span]
-    vb = F.pad(values, (0, 0, 0, 0, 0, extra)).float().unfold(1, span, size)
+    kb = wide(F.pad(keys, (0, 0, 0, 0, 0, extra))).unfold(1, span, size)  # [B, N, G, D, span]
+    vb = wide(F.pad(values, (0, 0, 0, 0, 0, extra))).unfold(1, span, size)
     if sinks:
-        tail = sink_keys.float().permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
+        tail = wide(sink_keys).permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
         kb = torch.cat([kb, tail], -1)
-        tail = sink_values.float().permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
+        tail = wide(sink_values).permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
         vb = torch.cat([vb, tail], -1)
 
     logits = bound(qb @ kb, softcap).view(batch, blocks, groups, rep, size, span + sinks)
-    seen = _seen(blocks, size, window, sinks, count, q.device, state is None)
+    seen = _seen(blocks, size, window, sinks, reach, count, q.device, state is None)
     logits = logits.masked_fill(~seen, -torch.inf)
     top = logits.detach().amax(-1, keepdim=True)
     weights = (logits - top).exp()
@@ -146,9 +183,16 @@ def chunk(
 
 
 def _seen(
-    blocks: int, size: int, window: int, sinks: int, count: torch.Tensor, device: torch.device, fresh: bool
+    blocks: int,
+    size: int,
+    window: int,
+    sinks: int,
+    reach: int | None,
+    count: torch.Tensor,
+    device: torch.device,
+    fresh: bool,
 ) -> torch.Tensor:
-    """Which of a block's keys (window span, then sinks) each query sees: bool, broadcasts to [B, N, G, r, C, span + S]."""
+    """Which of a block's keys (window span, then sinks) each query sees: broadcasts to [B, N, G, r, C, span + S]."""
     i = torch.arange(size, device=device)[:, None]
     j = torch.arange(size + window, device=device)[None]
     band = (j <= i + window) & (j > i)
@@ -163,8 +207,8 @@ def _seen(
     if not sinks:
         return near
     rank = count[:, None, None] + start + i.T  # [B, N, C]: rank of the query
-    far = rank[..., None] - torch.arange(sinks, device=device) >= window
-    far = far[:, :, None, None]
+    distance = rank[..., None] - torch.arange(sinks, device=device)
+    far = ((distance >= window) & within(distance, reach))[:, :, None, None]
     return torch.cat([near.expand(far.shape[0], -1, -1, -1, -1, -1), far], -1)
 
 
@@ -177,6 +221,7 @@ def step(
     sinks: int,
     scale: float,
     softcap: float | None = None,
+    reach: int | None = None,
     state: WindowState | None = None,
     lengths: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, WindowState]:
@@ -193,10 +238,11 @@ def step(
     sink_keys = torch.where(here, k.to(state.keys.dtype), state.sink_keys)
     sink_values = torch.where(here, v.to(state.values.dtype), state.sink_values)
     age = torch.arange(window - 1, -1, -1, device=q.device)
-    seen = torch.cat([age <= count[:, None], count[:, None] - slot >= window], 1)  # [B, W + S]
-    all_keys = torch.cat([keys, sink_keys], 1).float()
-    all_values = torch.cat([values, sink_values], 1).float()
-    qh = q.view(batch, groups, heads // groups, dim).float() * scale
+    distance = count[:, None] - slot
+    seen = torch.cat([age <= count[:, None], (distance >= window) & within(distance, reach)], 1)  # [B, W + S]
+    all_keys = wide(torch.cat([keys, sink_keys], 1))
+    all_values = wide(torch.cat([values, sink_values], 1))
+    qh = wide(q.view(batch, groups, heads // groups, dim)) * scale
     logits = bound(torch.einsum("bgrd,bngd->bgrn", qh, all_keys), softcap)
     logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
     lse = logits.logsumexp(-1)

@@ -166,6 +166,14 @@ class Mixer(nn.Module):
         """Bytes of the live cache of one layer after `length` tokens."""
         raise ValueError(f"{cls.__name__} defines no cache_bytes()")
 
+    def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The mechanism's oracle on `inputs` in float64: outputs per head [B, T, H, Dv], quadratic in T."""
+        raise ValueError(f"{type(self).__name__} defines no reference()")
+
+    def exact_options(self, length: int) -> Any:
+        """The options at which this mixer equals its source attention on `length` tokens; None if there are none."""
+        return None
+
     def start_candidates(self) -> list[dict[str, torch.Tensor]]:
         """Alternative starting values of new parameters whose first axis is the query head, to be chosen per head."""
         return []

@@ -1,13 +1,13 @@
 """Sliding window with exact sinks: softmax over the last keys and the first ones, nothing else."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from regraft.convert.mixers.base import Mixer, Options
 from regraft.convert.spec import AttentionSpec
-from regraft.kernels.sliding_window import chunk
+from regraft.kernels.sliding_window import chunk, naive
 from regraft.kernels.sliding_window import step as one_step
 
 
@@ -39,6 +39,15 @@ class SlidingWindow(Mixer):
         out, _, state = fn(q, k, v, state=state, lengths=lengths, **near_settings(self.spec, self.options))
         return out, state
 
+    def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """Masked softmax over all keys, in float64."""
+        q, k, v = (x.double() for x in inputs)
+        return naive(q, k, v, **near_settings(self.spec, self.options))[0]
+
+    def exact_options(self, length: int) -> SlidingWindowOptions:
+        """A window that covers the text."""
+        return replace(self.options, window=max(length, self.options.window))
+
     @classmethod
     def cache_bytes(
         cls, spec: AttentionSpec, options: Options, length: int, batch: int = 1, dtype: torch.dtype = torch.float32
@@ -48,16 +57,14 @@ class SlidingWindow(Mixer):
 
 
 def near_settings(spec: AttentionSpec, options: Any) -> dict[str, Any]:
-    """Keyword arguments of the window kernels. A source layer that slides already keeps its own, smaller window.
-
-    Such a layer never saw the sinks beyond its window, so it gets none.
-    """
+    """Keyword arguments of the window kernels. A source layer that slides itself never saw beyond its own window."""
     own = spec.sliding_window
     return {
         "window": options.window if own is None else min(options.window, own),
-        "sinks": options.sinks if own is None else 0,
+        "sinks": options.sinks,
         "scale": spec.scaling,
         "softcap": spec.softcap,
+        "reach": own,
     }
 
 

@@ -6,7 +6,7 @@ weight does not depend on the size of the window's largest logit; the map of the
 that the state is kept per KV head.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from transformers import initialization as init
 from regraft.convert.mixers.base import Mixer, Options
 from regraft.convert.mixers.sliding_window import near_settings, window_bytes
 from regraft.convert.spec import AttentionSpec
-from regraft.kernels.window_linear import chunk
+from regraft.kernels.window_linear import chunk, naive
 from regraft.kernels.window_linear import step as one_step
 
 
@@ -110,6 +110,17 @@ class WindowLinear(Mixer):
         fn = one_step if step else chunk
         near = near_settings(self.spec, self.options)
         return fn(q, k, v, fq, log_far, map_keys=self.map_keys, state=state, lengths=lengths, **near)
+
+    def reference(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """All weights of all keys, normalised once, in float64."""
+        q, k, v = inputs
+        fq, log_far = (x.double() for x in self.map_queries(q))
+        near = near_settings(self.spec, self.options)
+        return naive(q.double(), k.double(), v.double(), fq, log_far, map_keys=self.map_keys, **near)
+
+    def exact_options(self, length: int) -> WindowLinearOptions:
+        """A window that covers the text."""
+        return replace(self.options, window=max(length, self.options.window))
 
     def start_candidates(self) -> list[dict[str, torch.Tensor]]:
         """Far weights from nearly off to strong."""

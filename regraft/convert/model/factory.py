@@ -98,7 +98,7 @@ class GraftedModelMixin:
         return {i: layer.self_attn for i, layer in enumerate(self.layers) if isinstance(layer.self_attn, Mixer)}
 
     def adopt_cache(self, cache: Any) -> Any:
-        """Give the converted layers of a fresh cache their own cache layers; ValueError for a cache of another model."""
+        """Give the converted layers of a fresh cache their own cache layers; ValueError for another model's cache."""
         converted = self.converted()
         if not converted:
             return cache
