@@ -72,7 +72,9 @@ class Plan:
         shown = [c for c in (1024, 8192, 32768) if c in self.cache]
         lines.append(
             "cache   "
-            + " · ".join(f"at {_k(c)} {_size(self.cache[c][1])} ({self.cache[c][1] / self.cache[c][0]:.0%})" for c in shown)
+            + " · ".join(
+                f"at {_k(c)} {_size(self.cache[c][1])} ({self.cache[c][1] / self.cache[c][0]:.0%})" for c in shown
+            )
         )
         for s in self.stages:
             lines.append(
@@ -99,7 +101,13 @@ def _size(n: float) -> str:
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 5400 else f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
+    return (
+        f"{seconds / 3600:.1f} h"
+        if seconds >= 5400
+        else f"{seconds / 60:.0f} min"
+        if seconds >= 90
+        else f"{seconds:.0f} s"
+    )
 
 
 def meta_model(config: Any) -> Any:
@@ -138,7 +146,9 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
     fit = fitting_layers(model, recipe.convert.mixer, options)
     notes = []
     if len(fit) < depth:
-        notes.append(f"{depth - len(fit)} layers do not fit {recipe.convert.mixer}: {sorted(set(range(depth)) - set(fit))}")
+        notes.append(
+            f"{depth - len(fit)} layers do not fit {recipe.convert.mixer}: {sorted(set(range(depth)) - set(fit))}"
+        )
     converted: list[int] | None = None
     if recipe.layers.by == "list":
         converted = parse_layers(str(recipe.layers.layers), depth)
@@ -167,7 +177,9 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
     rate, told = _FORWARD_RATE[where] * 1e9 / total, "from a stated default rate; --measure times a step"
     if measure:
         rate, told = _measured_rate(recipe, device), "from a measured forward pass"
-    stages = [_stage_plan(s, recipe, depth, fit, specs, mixer, options, total, fresh, inside, rate) for s in recipe.distill]
+    stages = [
+        _stage_plan(s, recipe, depth, fit, specs, mixer, options, total, fresh, inside, rate) for s in recipe.distill
+    ]
     trained = max((s.trained for s in stages), default=0)
     rows = max((s.seq_len * s.batch_size for s in recipe.distill), default=512)
     vocab = config.vocab_size
@@ -274,9 +286,7 @@ def inspect_source(ref: str, *, revision: str | None = None, trust_remote_code: 
     kept = [i for i in range(len(slots)) if i not in converted]
 
     def cache(length: int) -> int:
-        own = sum(
-            type(m).cache_bytes(m.spec, m.options, length, 1, torch.bfloat16) for m in converted.values()
-        )
+        own = sum(type(m).cache_bytes(m.spec, m.options, length, 1, torch.bfloat16) for m in converted.values())
         return softmax_cache_bytes(config, specs, kept, length, size) + own
 
     told.update(

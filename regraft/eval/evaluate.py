@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from regraft.convert.graft import converted_layers, decoder_layers
+from regraft.convert.mixers.sliding_window import window_bytes
 from regraft.eval.baselines import SINKS, interleave_baseline, sliding_window_baseline
 from regraft.eval.bench import bench
 from regraft.eval.divergence import compare, evaluation_texts, ids_hash, token_stream, windows
@@ -47,7 +48,10 @@ def evaluate(
     results.layers = {
         "num_layers": depth,
         "converted": sorted(layers),
-        "mixers": {str(i): {"name": m.name, "options": m.options.to_dict()} for i, m in layers.items()},
+        "mixers": {
+            str(i): {"name": m.name, "options": m.options.to_dict(), "far_state_bytes": _far_bytes(m)}
+            for i, m in layers.items()
+        },
     }
     results.protocol = {
         "text": source,
@@ -81,3 +85,10 @@ def evaluate(
     results.samples = samples(teacher, student, tokenizer)
     results.env = environment()
     return results
+
+
+def _far_bytes(mixer: Any) -> int:
+    """What the mixer's cache holds beyond an untrained window of the same size."""
+    dtype = next(mixer.parameters()).dtype
+    own = type(mixer).cache_bytes(mixer.spec, mixer.options, 0, 1, dtype)
+    return own - window_bytes(mixer.spec, mixer.options, 1, dtype) if hasattr(mixer.options, "window") else 0

@@ -131,6 +131,8 @@ def _push(folder: Path, repo: str, private: bool, revision: str | None, create_p
     except Exception as error:
         # the client raises its own, the HTTP library's and the operating system's kinds
         raise UserError(
-            f"the Hub refused: {' '.join(str(error).split())[:200]}", where=repo, fix="check the name, token and network"
+            f"the Hub refused: {' '.join(str(error).split())[:200]}",
+            where=repo,
+            fix="check the name, token and network",
         ) from error
     return Manifest(repo, _listed(folder))
