@@ -40,7 +40,9 @@ _WEIGHTS, _STATE = "trainer.safetensors", "trainer.json"
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a stage did. `layer_error`: alignment error left per converted layer, on rows that were not trained on."""
+    """What a stage did. `start_error`, `layer_error`: alignment error per converted layer before and after training, on
+    rows that were not trained on.
+    """
 
     student: Any
     steps: int
@@ -339,11 +341,9 @@ class _Run:
         layers = converted_layers(self.student)
         taps = teacher_taps(self.teacher, batch, list(layers))
         context = Context.of(None, documents_from_positions(batch.position_ids))
-        self.start_error = {}
         for index, mixer in layers.items():
-            hidden, position, target = taps[index]
-            choose_start(mixer, hidden, position, target, context)
-            self.start_error[index] = align_loss(self.stage.loss, mixer.heads(hidden, position, context), target).item()
+            choose_start(mixer, *taps[index], context)
+        self.start_error = self._layer_errors()
 
     @torch.no_grad()
     def _layer_errors(self) -> dict[int, float]:
