@@ -12,17 +12,13 @@ class UserError(Exception):
     `what` says what is wrong, `where` names the file, option, layer or tensor, `fix` says what to do next.
     """
 
-    def __init__(self, what: str, where: str = "", fix: str = ""):
+    def __init__(self, what: str, where: str = "the arguments", fix: str = "see the command's --help"):
         super().__init__(what)
         self.what, self.where, self.fix = what, where, fix
 
     def lines(self) -> list[str]:
-        """The message as at most three lines: what, where, do this."""
-        return [
-            f"error: {self.what}",
-            *([f"where: {self.where}"] if self.where else []),
-            *([f"do:    {self.fix}"] if self.fix else []),
-        ]
+        """The message as three lines: what, where, do this."""
+        return [f"error: {self.what}", f"where: {self.where}", f"do:    {self.fix}"]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

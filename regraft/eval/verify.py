@@ -113,12 +113,22 @@ def verify(model: Any, *, teacher: Any = None, seed: int = 0, reload: bool = Tru
     model.eval()
     generator = torch.Generator().manual_seed(seed)
     for index, mixer in converted_layers(model).items():
-        checks += _layer(model, index, mixer, generator)
-    checks += _model(model, generator)
+        _collect(checks, _layer(model, index, mixer, generator), index)
+    _collect(checks, _model(model, generator), None)
     if reload:
         checks.append(_reload(model, generator))
     model.train(was_training)
     return VerifyReport(checks)
+
+
+def _collect(checks: list[Check], found: Iterator[Check], layer: int | None) -> None:
+    """Add what `found` yields; a model that raises on the way has failed, with the message as the note."""
+    try:
+        for check in found:
+            checks.append(check)
+    except Exception as error:
+        told = f"after '{checks[-1].name}': {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        checks.append(_check("runs without an error", layer, math.nan, told))
 
 
 def _check(name: str, layer: int | None, value: float, note: str = "", limit: float = LIMIT) -> Check:

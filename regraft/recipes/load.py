@@ -107,7 +107,8 @@ def _override(raw: dict[str, Any], text: str, changed: dict[tuple[Any, ...], str
 def _explain(error: ValidationError, node: Any, where: str, changed: Mapping[tuple[Any, ...], str]) -> UserError:
     """One UserError that lists every mistake as file:line: key: message."""
     lines = []
-    for mistake in error.errors():
+    # a misspelt key comes with "is missing" for the right one: tell the misspelling first
+    for mistake in sorted(error.errors(), key=lambda m: m["type"] != "extra_forbidden"):
         path = _plain(mistake["loc"], node)
         place = next((f"--set {changed[path[:n]]}" for n in range(len(path), 0, -1) if path[:n] in changed), None)
         if place is None:

@@ -66,7 +66,7 @@ def _entry(name: str) -> MixerEntry:
     for point in entry_points(group="regraft.mixers"):
         if point.name == name:
             return point.load()
-    raise UserError(f"unknown mixer '{name}'", fix=suggest(name, MIXERS))
+    raise UserError(f"unknown mixer '{name}'", where="the mixer (--to, convert.mixer)", fix=suggest(name, MIXERS))
 
 
 def get_mixer(name: str) -> type[Mixer]:
@@ -81,7 +81,7 @@ def parse_options(name: str, raw: Mapping[str, Any]) -> Options:
     known = [f.name for f in dataclasses.fields(options_class)]
     for key in raw:
         if key not in known:
-            raise UserError(f"mixer {name} has no option '{key}'", fix=suggest(key, known))
+            raise UserError(f"mixer {name} has no option '{key}'", where="the mixer's options", fix=suggest(key, known))
     try:
         return options_class(**raw)
     except (ValueError, TypeError) as error:
