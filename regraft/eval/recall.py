@@ -35,14 +35,17 @@ def recall(
     tasks: Iterable[str] = tuple(TASKS),
     seed: int = 0,
 ) -> list[Recall]:
-    """Accuracy of every model on every task and length: the same `samples` items for all models.
+    """Accuracy of every model on every task and length: the same items for all models.
 
-    `haystack`: token ids of held-out text. Standard errors are over items.
+    `samples` items at the shortest length, fewer at longer ones so that each length costs about the same (but at least
+    four). `haystack`: token ids of held-out text. Standard errors are over items.
     """
     rows = []
+    lengths = list(lengths)
     for length in lengths:
+        count = min(samples, max(4, samples * min(lengths) // length))
         for task in tasks:
-            items = [TASKS[task](tokenizer, haystack, length, seed * 1000 + i) for i in range(samples)]
+            items = [TASKS[task](tokenizer, haystack, length, seed * 1000 + i) for i in range(count)]
             for name, model in models.items():
                 found = [score(model, item) for item in items]
                 mean, stderr = mean_and_stderr([sum(f) / len(f) for f in found])

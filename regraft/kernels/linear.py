@@ -8,9 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from regraft.kernels.sliding_window import wide
-
-_BLOCK = 64
+from regraft.kernels.sliding_window import Blocks, wide
 
 
 class LinearState(NamedTuple):
@@ -44,29 +42,30 @@ def chunk(
 
     fq [B, T, H, F], fk [B, T, G, F], v [B, T, G, Dv] -> num [B, T, H, Dv], den [B, T, H] and the new state.
     """
-    batch, length, heads, features = fq.shape
-    groups, dim = v.shape[2:]
-    rep = heads // groups
-    size = min(_BLOCK, length)
-    blocks = -(-length // size)
-    pad = (0, 0, 0, 0, 0, blocks * size - length)
-    q = wide(F.pad(fq, pad)).view(batch, blocks, size, groups, rep, features).permute(0, 1, 3, 4, 2, 5)
-    q = q.reshape(batch, blocks, groups, rep * size, features)
-    k = wide(F.pad(fk, pad)).view(batch, blocks, size, groups, features).transpose(2, 3)
+    groups = v.shape[2]
+    blocks = Blocks.of(fq.shape[1], 0, 0)
+    q, k = blocks.queries(fq, groups), blocks.keys(fk)
     # a column of ones beside the values makes the denominator one more value channel
-    v1 = F.pad(F.pad(wide(v), (0, 1), value=1.0), pad).view(batch, blocks, size, groups, dim + 1).transpose(2, 3)
-    sums = (k.transpose(-1, -2) @ v1).cumsum(1)  # [B, N, G, F, Dv + 1], up to and with each block
+    v1 = blocks.keys(F.pad(wide(v), (0, 1), value=1.0))
+    before, after = prefix_sums(k, v1, state)
+    scores = (q @ k.transpose(-1, -2)).unflatten(3, (-1, blocks.size)).tril()
+    out = scores.flatten(3, 4) @ v1 + q @ before
+    out = blocks.tokens(out.unflatten(3, (-1, blocks.size)))
+    return out[..., :-1], out[..., -1], after
+
+
+def prefix_sums(k: torch.Tensor, v1: torch.Tensor, state: LinearState | None) -> tuple[torch.Tensor, LinearState]:
+    """Sums of k v1^T before each block, [B, N, G, F, Dv + 1], and the state after the last one.
+
+    `k` [B, N, G, C, F]; `v1` [B, N, G, C, Dv + 1] are values with a column of ones.
+    """
+    sums = (k.transpose(-1, -2) @ v1).cumsum(1)
     before = F.pad(sums[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
+    total = sums[:, -1]
     if state is not None:
         carried = torch.cat([state.kv, state.norm[..., None]], -1)
-        before = before + carried[:, None]
-    scores = (q @ k.transpose(-1, -2)).view(batch, blocks, groups, rep, size, size)
-    scores = scores.tril().view(batch, blocks, groups, rep * size, size)
-    out = scores @ v1 + q @ before
-    out = out.view(batch, blocks, groups, rep, size, dim + 1).permute(0, 1, 4, 2, 3, 5)
-    out = out.reshape(batch, blocks * size, heads, dim + 1)[:, :length]
-    total = sums[:, -1] if state is None else sums[:, -1] + carried
-    return out[..., :-1], out[..., -1], LinearState(total[..., :-1], total[..., -1])
+        before, total = before + carried[:, None], total + carried
+    return before, LinearState(total[..., :-1], total[..., -1])
 
 
 def step(

@@ -139,7 +139,7 @@ def chunk(
 
     Time and memory are linear in T. `lengths` [B]: only the first lengths[b] tokens of row b are real.
     """
-    batch, length, heads, dim = q.shape
+    batch, length, heads = q.shape[:3]
     groups, value_dim = k.shape[2], v.shape[3]
     rep = heads // groups
     count = torch.zeros(batch, dtype=torch.int64, device=q.device) if state is None else state.count
@@ -148,30 +148,16 @@ def chunk(
     sink_keys = updated_sinks(None if state is None else state.sink_keys, k, sinks, count, lengths)
     sink_values = updated_sinks(None if state is None else state.sink_values, v, sinks, count, lengths)
 
-    size = min(_BLOCK, length)
-    blocks = -(-length // size)
-    extra = blocks * size - length
-    span = size + window
-    qb = wide(F.pad(q, (0, 0, 0, 0, 0, extra))) * scale
-    qb = qb.view(batch, blocks, size, groups, rep, dim).permute(0, 1, 3, 4, 2, 5)
-    qb = qb.reshape(batch, blocks, groups, rep * size, dim)
-    kb = wide(F.pad(keys, (0, 0, 0, 0, 0, extra))).unfold(1, span, size)  # [B, N, G, D, span]
-    vb = wide(F.pad(values, (0, 0, 0, 0, 0, extra))).unfold(1, span, size)
-    if sinks:
-        tail = wide(sink_keys).permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
-        kb = torch.cat([kb, tail], -1)
-        tail = wide(sink_values).permute(0, 2, 3, 1)[:, None].expand(-1, blocks, -1, -1, -1)
-        vb = torch.cat([vb, tail], -1)
-
-    logits = bound(qb @ kb, softcap).view(batch, blocks, groups, rep, size, span + sinks)
-    seen = _seen(blocks, size, window, sinks, reach, count, q.device, state is None)
-    logits = logits.masked_fill(~seen, -torch.inf)
+    blocks = Blocks.of(length, window, sinks)
+    qb = blocks.queries(q, groups) * scale
+    kb, vb = blocks.spans(keys, sink_keys), blocks.spans(values, sink_values)
+    logits = bound(qb @ kb.transpose(-1, -2), softcap).view(batch, blocks.number, groups, rep, blocks.size, -1)
+    logits = logits.masked_fill(~blocks.seen(count, reach, state is None), -torch.inf)
     top = logits.detach().amax(-1, keepdim=True)
     weights = (logits - top).exp()
     total = weights.sum(-1, keepdim=True)
-    out = (weights.view(batch, blocks, groups, rep * size, -1) @ vb.transpose(-1, -2)).view(*total.shape[:-1], -1)
-    out = (out / total).permute(0, 1, 4, 2, 3, 5).reshape(batch, blocks * size, heads, value_dim)
-    lse = (top + total.log()).squeeze(-1).permute(0, 1, 4, 2, 3).reshape(batch, blocks * size, heads)
+    out = (weights.flatten(3, 4) @ vb).view(*total.shape[:-1], value_dim) / total
+    lse = (top + total.log()).squeeze(-1)
     after = WindowState(
         last_window(keys, window, lengths),
         last_window(values, window, lengths),
@@ -179,37 +165,77 @@ def chunk(
         sink_values,
         count + (length if lengths is None else lengths),
     )
-    return out[:, :length].to(q.dtype), lse[:, :length], after
+    return blocks.tokens(out).to(q.dtype), blocks.tokens(lse), after
 
 
-def _seen(
-    blocks: int,
-    size: int,
-    window: int,
-    sinks: int,
-    reach: int | None,
-    count: torch.Tensor,
-    device: torch.device,
-    fresh: bool,
-) -> torch.Tensor:
-    """Which of a block's keys (window span, then sinks) each query sees: broadcasts to [B, N, G, r, C, span + S]."""
-    i = torch.arange(size, device=device)[:, None]
-    j = torch.arange(size + window, device=device)[None]
-    band = (j <= i + window) & (j > i)
-    start = torch.arange(blocks, device=device)[:, None] * size
-    place = start + j - window  # [N, span]: position of the key, the first new token being 0
-    if fresh:
-        exists = (place >= 0)[None]
-        count = count[:1]
-    else:
-        exists = place >= -count[:, None, None]
-    near = band & exists[:, :, None, None, None, :]
-    if not sinks:
-        return near
-    rank = count[:, None, None] + start + i.T  # [B, N, C]: rank of the query
-    distance = rank[..., None] - torch.arange(sinks, device=device)
-    far = ((distance >= window) & within(distance, reach))[:, :, None, None]
-    return torch.cat([near.expand(far.shape[0], -1, -1, -1, -1, -1), far], -1)
+class Blocks(NamedTuple):
+    """A text of `length` tokens as `number` blocks of `size` queries, each with the span of keys that it may see.
+
+    The span of a block holds the `window` keys before it, its own keys, then the sinks.
+    """
+
+    length: int
+    size: int
+    number: int
+    window: int
+    sinks: int
+
+    @classmethod
+    def of(cls, length: int, window: int, sinks: int) -> "Blocks":
+        """Blocks for a text; the last one may be filled up."""
+        size = min(_BLOCK, length)
+        return cls(length, size, -(-length // size), window, sinks)
+
+    def fill(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [B, n, h, d] with zeros up to the end of the last block."""
+        return F.pad(x, (0, 0, 0, 0, 0, self.number * self.size - self.length))
+
+    def queries(self, x: torch.Tensor, groups: int) -> torch.Tensor:
+        """[B, T, H, D] as [B, N, G, r * C, D], the heads of a group one after the other."""
+        batch, _, heads, dim = x.shape
+        x = wide(self.fill(x)).view(batch, self.number, self.size, groups, heads // groups, dim)
+        return x.permute(0, 1, 3, 4, 2, 5).reshape(batch, self.number, groups, -1, dim)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, G, D] as [B, N, G, C, D]."""
+        return wide(self.fill(x)).view(x.shape[0], self.number, self.size, *x.shape[2:]).transpose(2, 3)
+
+    def spans(self, full: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+        """[B, window + T, G, D] and [B, S, G, D] as [B, N, G, window + C + S, D]."""
+        spans = wide(self.fill(full)).transpose(1, 2).unfold(2, self.size + self.window, self.size)
+        spans = spans.permute(0, 2, 1, 4, 3)  # [B, N, G, span, D]
+        if not self.sinks:
+            return spans
+        return torch.cat([spans, wide(sinks).transpose(1, 2)[:, None].expand(-1, self.number, -1, -1, -1)], 3)
+
+    def tokens(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, N, G, r, C, ...] back as [B, T, H, ...]."""
+        x = x.movedim(4, 2)
+        return x.reshape(x.shape[0], self.number * self.size, -1, *x.shape[5:])[:, : self.length]
+
+    def seen(self, count: torch.Tensor, reach: int | None, fresh: bool) -> torch.Tensor:
+        """Which keys of its span each query sees: bool, broadcasts to [B, N, G, r, C, window + C + S].
+
+        `count` [B]: tokens before this text; `fresh`: there are none in any row.
+        """
+        device = count.device
+        i = torch.arange(self.size, device=device)[:, None]
+        j = torch.arange(self.size + self.window, device=device)[None]
+        band = (j <= i + self.window) & (j > i)
+        start = torch.arange(self.number, device=device)[:, None] * self.size
+        place = start + j - self.window  # [N, span]: position of the key, the first new token being 0
+        if fresh:
+            exists = (place >= 0)[None]
+            count = count[:1]
+        else:
+            exists = place >= -count[:, None, None]
+        near = band & exists[:, :, None, None, None, :]
+        if not self.sinks:
+            return near
+        rank = count[:, None, None] + start + i.T  # [B, N, C]: rank of the query
+        distance = rank[..., None] - torch.arange(self.sinks, device=device)
+        far = ((distance >= self.window) & within(distance, reach))[:, :, None, None]
+        return torch.cat([near.expand(far.shape[0], -1, -1, -1, -1, -1), far], -1)
 
 
 def step(

@@ -12,13 +12,28 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
-from regraft.kernels.linear import LinearState
-from regraft.kernels.linear import chunk as linear_chunk
+from regraft.kernels.linear import LinearState, prefix_sums
 from regraft.kernels.linear import step as linear_step
-from regraft.kernels.sliding_window import WindowState, bound, empty_state, keep_rows, wide, with_history, within
+from regraft.kernels.sliding_window import (
+    Blocks,
+    WindowState,
+    bound,
+    empty_state,
+    keep_rows,
+    last_window,
+    updated_sinks,
+    wide,
+    with_history,
+    within,
+)
 from regraft.kernels.sliding_window import chunk as window_chunk
 from regraft.kernels.sliding_window import step as window_step
+
+# The far branch weighs at most e^60 times the window, so that the window never underflows: where no key is far, or the
+# features of all far keys vanish, the window is all there is to normalise by.
+_MOST = 60.0
 
 KeyMap = Callable[[torch.Tensor], torch.Tensor]
 
@@ -72,6 +87,7 @@ def merge(
     out: torch.Tensor, lse: torch.Tensor, num: torch.Tensor, den: torch.Tensor, log_far: torch.Tensor
 ) -> torch.Tensor:
     """Near (out [..., Dv], lse) and far sums (num [..., Dv], den) under one normaliser; exactly `out` if den = 0."""
+    log_far = torch.minimum(log_far, lse.detach() + _MOST)
     top = torch.maximum(lse, log_far).detach()
     far = (log_far - top).exp()
     share = far / ((lse - top).exp() + far * den)
@@ -100,37 +116,58 @@ def chunk(
     [B, n, G, D] into features [B, n, G, F] >= 0. `lengths` [B]: real tokens of each row. Returns out [B, T, H, Dv] and
     the new state.
     """
-    length = q.shape[1]
-    near_state = None if state is None else WindowState(*state[:5])
-    near = {"window": window, "sinks": sinks, "scale": scale, "softcap": softcap, "reach": reach}
-    out, lse, near_after = window_chunk(q, k, v, state=near_state, lengths=lengths, **near)
-    skip = window if state is None else 0  # without history nothing is far before token `window`
-    if length <= skip:
-        width = fq.shape[-1]
-        kv = wide(q.new_zeros(q.shape[0], k.shape[2], width, v.shape[3]))
+    batch, length, groups = q.shape[0], q.shape[1], k.shape[2]
+    fresh = state is None
+    if fresh and length <= window:  # nothing is old enough to be far
+        near = {"window": window, "sinks": sinks, "scale": scale, "softcap": softcap, "reach": reach}
+        out, _, near_after = window_chunk(q, k, v, lengths=lengths, **near)
+        kv = wide(q.new_zeros(batch, groups, fq.shape[-1], v.shape[3]))
         return out, WindowLinearState(*near_after, kv, kv[..., 0])
-    if state is None:
-        old_k, old_v = k[:, : length - window], v[:, : length - window]
-        rank = torch.arange(length - window, device=q.device)[None]
-    else:
-        old_k = with_history(k, state.keys, window, lengths)[:, :length]
-        old_v = with_history(v, state.values, window, lengths)[:, :length]
-        rank = state.count[:, None] + torch.arange(-window, length - window, device=q.device)
+    count = torch.zeros(batch, dtype=torch.int64, device=q.device) if fresh else state.count
+    keys = with_history(k, None if fresh else state.keys, window, lengths)
+    values = with_history(v, None if fresh else state.values, window, lengths)
+    sink_keys = updated_sinks(None if fresh else state.sink_keys, k, sinks, count, lengths)
+    sink_values = updated_sinks(None if fresh else state.sink_values, v, sinks, count, lengths)
+    blocks = Blocks.of(length, window, sinks)
+    fk = map_keys(keys[:, :length])
+    fk = torch.where(_leaves(count, length, window, sinks, lengths)[..., None, None], fk, torch.zeros_like(fk[:1, :1]))
+    fkb = blocks.keys(fk)
+    vb = blocks.spans(values, sink_values)
+    # a column of ones beside the values makes the normaliser one more value channel
+    vb = torch.cat([vb, vb.new_ones(*vb.shape[:-1], 1)], -1)
+    before, far_after = prefix_sums(fkb, vb[..., : blocks.size, :], None if fresh else LinearState(*state[5:]))
+
+    qb = blocks.queries(q, groups) * scale
+    logits = bound(qb @ blocks.spans(keys, sink_keys).transpose(-1, -2), softcap)
+    logits = logits.unflatten(3, (-1, blocks.size)).masked_fill(~blocks.seen(count, reach, fresh), -torch.inf)
+    far = blocks.queries(log_far[..., None], groups).unflatten(3, (-1, blocks.size))
+    # every weight is divided by one factor per query, the largest of its near weights and of the far branch
+    top = logits.detach().amax(-1, keepdim=True)
+    far = torch.minimum(far, top + _MOST)
+    top = torch.maximum(top, far.detach())
+    weights = (logits - top).exp()
+    scaled = blocks.queries(fq, groups) * (far - top).exp().flatten(3, 4)
+    # the first `size` keys of a span are, for query i, far up to key i and near beyond it: one matrix holds both
+    old = (scaled @ fkb.transpose(-1, -2)).unflatten(3, (-1, blocks.size)).tril()
+    weights = weights + F.pad(old, (0, window + sinks))
+    total = weights.flatten(3, 4) @ vb + scaled @ before
+    out = blocks.tokens((total[..., :-1] / total[..., -1:]).unflatten(3, (-1, blocks.size)))
+    near_after = WindowState(
+        last_window(keys, window, lengths),
+        last_window(values, window, lengths),
+        sink_keys,
+        sink_values,
+        count + (length if lengths is None else lengths),
+    )
+    return out.to(q.dtype), WindowLinearState(*near_after, *far_after)
+
+
+def _leaves(count: torch.Tensor, length: int, window: int, sinks: int, lengths: torch.Tensor | None) -> torch.Tensor:
+    """[B, T] bool: the key that leaves the window at each token is there, and is no sink."""
+    place = torch.arange(length, device=count.device)
+    rank = count[:, None] + place - window
     leaves = rank >= sinks
-    if lengths is not None:
-        # beyond the last real token nothing leaves the window
-        leaves = leaves & (torch.arange(skip, length, device=q.device) < lengths[:, None])
-        zero = torch.zeros((), dtype=v.dtype, device=v.device)
-        old_v = torch.where(leaves[..., None, None], old_v, zero)
-        old_k = torch.where(leaves[..., None, None], old_k, zero)
-    fk = map_keys(old_k)
-    fk = fk * leaves[..., None, None].to(fk.dtype)
-    far_state = None if state is None else LinearState(*state[5:])
-    num, den, far_after = linear_chunk(fq[:, skip:], fk, old_v, state=far_state)
-    merged = merge(wide(out[:, skip:]), lse[:, skip:], num, den, wide(log_far[:, skip:])).to(out.dtype)
-    if skip:
-        merged = torch.cat([out[:, :skip], merged], 1)
-    return merged, WindowLinearState(*near_after, *far_after)
+    return leaves if lengths is None else leaves & (place < lengths[:, None])
 
 
 def step(

@@ -162,7 +162,10 @@ class ConvertConfig(Strict):
 
 
 class EvalConfig(Strict):
-    """What is measured at the end: protocols, recall lengths, lm-eval tasks, and speed by context."""
+    """What is measured at the end: protocols, recall lengths, lm-eval tasks, and speed by context.
+
+    `recall_samples`: items a task at the shortest length; longer ones get fewer, at equal cost.
+    """
 
     protocols: list[Literal["core", "long"]] = ["core"]
     data: str = "eval"
