@@ -160,6 +160,7 @@ def _write_config(model: Any) -> None:
     windows = [mixer.options.window for mixer in slots.values() if hasattr(mixer.options, "window")]
     # transformers sizes the cache of sliding layers by this field, and needs one as soon as any layer slides
     config.sliding_window = source["sliding_window"] or (max(windows) if windows else None)
+    config.regraft["cache_window"] = config.sliding_window
     model._is_stateful = bool(slots)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -178,7 +179,7 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
     if measure:
         rate, told = _measured_rate(recipe, device), "from a measured forward pass"
     stages = [
-        _stage_plan(s, recipe, depth, fit, specs, mixer, options, total, fresh, inside, rate) for s in recipe.distill
+        _stage_plan(s, recipe, count, fit, specs, mixer, options, total, fresh, inside, rate) for s in recipe.distill
     ]
     trained = max((s.trained for s in stages), default=0)
     rows = max((s.seq_len * s.batch_size for s in recipe.distill), default=512)
@@ -212,7 +213,7 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
     )
 
 
-def _stage_plan(stage, recipe, depth, fit, specs, mixer, options, total, fresh, inside, rate) -> StagePlan:
+def _stage_plan(stage, recipe, count, fit, specs, mixer, options, total, fresh, inside, rate) -> StagePlan:
     """Tokens, parameters and cost of one stage.
 
     FLOPs a token: 2 per parameter forward, 4 more backward for what is trained through; attention is left out.
@@ -224,7 +225,6 @@ def _stage_plan(stage, recipe, depth, fit, specs, mixer, options, total, fresh, 
         fresh = sum(mixer.new_parameters(specs[i], options) for i in fit)
     lora = 0
     if stage.train == "lora":
-        count = depth - (recipe.layers.keep or 0)
         spec = specs[0]
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         shapes = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": q}
@@ -318,7 +318,7 @@ def inspect_source(ref: str, *, revision: str | None = None, trust_remote_code: 
                 try:
                     get_mixer(name).check_fit(spec, get_mixer(name).Options())
                 except ValueError as error:
-                    text = str(error).partition(": ")[2] or str(error)
+                    text = re.sub(r"^layer \d+ ", "", str(error))
                     reasons.setdefault(text, []).append(i)
             misfits = sorted(i for layers in reasons.values() for i in layers)
             fits[name] = {"layers": [i for i in range(len(specs)) if i not in misfits], "why_not": reasons}

@@ -13,12 +13,12 @@ from regraft.eval.results import Speed
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of every tensor that a cache holds: keys, values, and states; shared storage counts once."""
+    """Bytes of all memory that a cache keeps alive: keys, values, and states; shared storage counts once."""
     seen: dict[int, int] = {}
     for layer in cache.layers:
         for value in vars(layer).values():
             for tensor in _tensors(value):
-                seen[tensor.untyped_storage().data_ptr()] = tensor.numel() * tensor.element_size()
+                seen[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(seen.values())
 
 

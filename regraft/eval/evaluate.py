@@ -70,9 +70,7 @@ def evaluate(
         log(f"eval recall: {config.recall_samples} samples at {min(config.recall)}, lengths {config.recall}")
         probed = {"teacher": teacher, **models}
         probed.pop("interleave baseline", None)  # the stronger baseline is enough, and recall is the dearest probe
-        results.recall = recall(
-            probed, tokenizer, stream.tolist(), config.recall, config.recall_samples, seed=seed
-        )
+        results.recall = recall(probed, tokenizer, stream.tolist(), config.recall, config.recall_samples, seed=seed)
     if config.tasks:
         for name, model in (("teacher", teacher), ("student", student)):
             log(f"eval tasks ({name}): {', '.join(config.tasks)}")

@@ -74,14 +74,27 @@ def test_looking(folder, tmp_path):
 def test_converting_verifying_evaluating_exporting(folder, tmp_path):
     out = tmp_path / "half"
     result = invoke(
-        "convert", folder, "--to", "window_linear", "--layers", "SL", "-o", out, "--option", "window=8", "--option", "feature_dim=8"
+        "convert",
+        folder,
+        "--to",
+        "window_linear",
+        "--layers",
+        "SL",
+        "-o",
+        out,
+        "--option",
+        "window=8",
+        "--option",
+        "feature_dim=8",
     )
     assert result.exit_code == 0 and "SLSL" in result.output and "fresh: feature_q" in result.output
     assert (out / "README.md").is_file() and (out / "modeling_regraft.py").is_file()
     assert "SLSL" in invoke("inspect", out).output
     result = invoke("verify", out, "--no-reload")
     assert result.exit_code == 0, result.output
-    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": " ".join(map(str, range(i, i + 400)))}) for i in range(60)))
+    (tmp_path / "t.jsonl").write_text(
+        "\n".join(json.dumps({"text": " ".join(map(str, range(i, i + 400)))}) for i in range(60))
+    )
     result = invoke(
         "eval", out, "--data", tmp_path / "t.jsonl", "--windows", "2", "--recall", "none", "-o", tmp_path / "ev"
     )
@@ -99,14 +112,18 @@ def test_converting_verifying_evaluating_exporting(folder, tmp_path):
 
 
 def test_selecting(folder, tmp_path):
-    (tmp_path / "t.jsonl").write_text("\n".join(json.dumps({"text": " ".join(map(str, range(i, i + 400)))}) for i in range(60)))
+    (tmp_path / "t.jsonl").write_text(
+        "\n".join(json.dumps({"text": " ".join(map(str, range(i, i + 400)))}) for i in range(60))
+    )
     out = tmp_path / "layers.json"
     result = invoke(
         "select", folder, "--to", "sliding_window", "--keep", "2", "--compare", "uniform,align,kl", "--tokens", "1024",
         "--data", tmp_path / "t.jsonl", "--option", "window=8", "-o", out,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    assert "rank agreement" in result.output and out.is_file() and out.with_suffix(".svg").read_text().startswith("<?xml")
+    assert (
+        "rank agreement" in result.output and out.is_file() and out.with_suffix(".svg").read_text().startswith("<?xml")
+    )
     result = invoke("convert", folder, "--to", "sliding_window", "--layers", out, "-o", tmp_path / "m")
     assert result.exit_code == 0
 

@@ -238,3 +238,87 @@ def test_mistakes_name_the_layer_and_the_way_out(tiny_llama, tiny_model):
     gemma = tiny_model("gemma3_text", layer_types=["sliding_attention"] * 3 + ["full_attention"])
     with pytest.raises(UserError, match="layer 0 slides"):
         graft(gemma, {0: ("window_linear", parse_options("window_linear", {}))})
+
+
+@every_family
+@every_mixer
+def test_a_saved_model_generates_as_before(tiny_model, grafted, name, family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    _, model = build(tiny_model, grafted, name, family)
+    model.save_pretrained(tmp_path / "m")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "m").eval()
+    x = ids(2, 9)
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    for extra in ({}, {"cache_implementation": "static", "disable_compile": True}):
+        assert torch.equal(loaded.generate(x, **settings, **extra), model.generate(x, **settings, **extra))
+    assert loaded.config.layer_types == model.config.layer_types
+    assert loaded.config.sliding_window == model.config.sliding_window
+
+
+@every_mixer
+def test_cache_is_reused_only_after_a_reset_and_never_cropped(tiny_llama, grafted, name):
+    model = grafted(tiny_llama(), name, **SMALL[name])
+    x, y = ids(1, 20), ids(1, 15, seed=4)
+    cache = model(x, use_cache=True).cache
+    with pytest.raises(ValueError, match="cannot forget"):
+        cache.crop(-3)
+    cache.reset()
+    again = model(y, cache=cache, use_cache=True).logits
+    torch.testing.assert_close(again, model(y).logits, atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError):
+        model.generate(x, max_new_tokens=3, prompt_lookup_num_tokens=2)
+
+
+@every_mixer
+def test_the_old_cache_name_and_other_arguments(tiny_llama, grafted, name):
+    model = grafted(tiny_llama(), name, layers=[1, 2], **SMALL[name])
+    x = ids(2, 20)
+    whole = model(x).logits
+    first = model(x[:, :12], use_cache=True)
+    out = model.model(x[:, 12:], past_key_values=first.cache).last_hidden_state
+    torch.testing.assert_close(model.lm_head(out), whole[:, 12:], atol=2e-5, rtol=1e-4)
+    embeds = model.get_input_embeddings()(x)
+    torch.testing.assert_close(model(inputs_embeds=embeds).logits, whole)
+    torch.testing.assert_close(model(x, logits_to_keep=2).logits, whole[:, -2:])
+    assert len(model(x, output_hidden_states=True).hidden_states) == 5
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(model(x).logits, whole, atol=2e-5, rtol=1e-4)
+    loss = model(x, labels=x).loss
+    wanted = torch.nn.functional.cross_entropy(whole[:, :-1].reshape(-1, 128), x[:, 1:].reshape(-1))
+    torch.testing.assert_close(loss, wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ValueError, match="4-D"):
+        model(x, attention_mask=torch.ones(2, 1, 20, 20))
+
+
+@every_mixer
+def test_half_precision_and_resizing(tiny_llama, grafted, name):
+    from regraft.convert.graft import cast_parameters
+
+    model = grafted(tiny_llama(), name, layers=[0, 2], **SMALL[name])
+    x = ids(2, 30)
+    whole = model(x).logits
+    half = cast_parameters(model, torch.bfloat16)
+    out = half(x, use_cache=True)
+    assert out.logits.dtype == torch.bfloat16
+    # bf16 keeps 8 bits: on average within a few per cent, single logits may be further off
+    assert (out.logits.float() - whole).abs().mean() < 0.05 * whole.abs().mean()
+    state = out.cache.layers[0].state
+    assert state.keys.dtype == torch.bfloat16
+    if hasattr(state, "kv"):
+        assert state.kv.dtype == torch.float32
+    half.resize_token_embeddings(140)
+    assert half(x).logits.shape[-1] == 140 and half.config.vocab_size == 140
+
+
+@every_mixer
+def test_a_source_layer_that_slides_keeps_its_own_reach(tiny_model, grafted, name):
+    """Mistral with a window of its own: sinks and window never show what the layer could not see."""
+    teacher = tiny_model("mistral", sliding_window=12)
+    options = {**SMALL[name], "window": 64}
+    if name == "window_linear":
+        with pytest.raises(UserError, match="slides over 12"):
+            grafted(teacher, name, **options)
+        return
+    x = ids(2, 40)
+    torch.testing.assert_close(grafted(teacher, name, **options)(x).logits, teacher(x).logits, atol=2e-5, rtol=1e-4)

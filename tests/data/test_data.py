@@ -50,7 +50,12 @@ def test_train_and_heldout_share_a_local_file_without_overlap(tmp_path):
 
 @pytest.mark.parametrize(
     "content,told",
-    [("{bad", r"not JSON"), ("[1]", "not a JSON object"), ('{"txt": "x"}', "no field 'text'"), ('{"text": 3}', "holds int")],
+    [
+        ("{bad", r"not JSON"),
+        ("[1]", "not a JSON object"),
+        ('{"txt": "x"}', "no field 'text'"),
+        ('{"text": 3}', "holds int"),
+    ],
 )
 def test_a_bad_row_is_told_with_its_line(tmp_path, content, told):
     (tmp_path / "e.jsonl").write_text('{"text": "fine"}\n' + content + "\n")

@@ -33,7 +33,9 @@ def text(tmp_path):
 def pair(tiny_llama, grafted):
     def make(layers=(1, 3), name="window_linear", **options):
         teacher = tiny_llama(vocab=260)
-        return teacher, grafted(teacher, name, layers=list(layers), **({**SMALL, **options} if name == "window_linear" else options))
+        return teacher, grafted(
+            teacher, name, layers=list(layers), **({**SMALL, **options} if name == "window_linear" else options)
+        )
 
     return make
 

@@ -178,7 +178,12 @@ def test_lm_eval_gives_the_same_digits_on_the_object_and_on_the_folder(small, ti
         "sys.meta_path.insert(0, H())\n"
         "from lm_eval.__main__ import cli_evaluate\ncli_evaluate()\n"
     )
-    arguments = ["--model", "hf", "--model_args", f"pretrained={tmp_path / 'model'},trust_remote_code=True,dtype=float32"]
+    arguments = [
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={tmp_path / 'model'},trust_remote_code=True,dtype=float32",
+    ]
     arguments += ["--tasks", "sums", "--include_path", str(tmp_path / "tasks"), "--output_path", str(tmp_path / "out")]
     arguments += ["--batch_size", "8", "--device", "cpu"]
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "mod"), "HF_DATASETS_OFFLINE": "1"}

@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from regraft.convert.export.card import render_card
-from regraft.convert.export.hub import export
 from regraft.convert.sources import load_source
 from regraft.errors import UserError
 
@@ -110,55 +108,3 @@ def test_a_newer_format_is_refused(tiny_llama, grafted, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match="format 99"):
         load_source(str(tmp_path / "m"))
-
-
-@pytest.fixture
-def checkpoint(tiny_llama, tiny_tokenizer, grafted, tmp_path):
-    grafted(tiny_llama(vocab=260), "window_linear", layers=[1], window=5).save_pretrained(tmp_path / "m")
-    tiny_tokenizer.save_pretrained(tmp_path / "m")
-    return tmp_path / "m"
-
-
-def test_a_dry_run_lists_what_would_go_and_nothing_else(checkpoint):
-    (checkpoint / "optimizer.pt").write_text("x")
-    (checkpoint / "trainer.safetensors.tmp").write_text("x")
-    manifest = export(checkpoint, push="me/model", dry_run=True)
-    assert "optimizer.pt" not in manifest.files and "trainer.safetensors.tmp" not in manifest.files
-    assert {"config.json", "model.safetensors", "modeling_regraft.py", "tokenizer.json"} <= set(manifest.files)
-
-
-def test_an_exported_folder_is_clean_and_loads(checkpoint, tmp_path):
-    export(checkpoint, out=tmp_path / "public")
-    card = (tmp_path / "public" / "README.md").read_text()
-    assert card.startswith("---\n") and "trust_remote_code=True" in card and "SLSS" in card
-    assert load_source(str(tmp_path / "public")).tokenizer is not None
-    with pytest.raises(UserError, match="exists already"):
-        export(checkpoint, out=tmp_path / "public")
-
-
-def test_secrets_and_local_paths_are_refused(checkpoint, tmp_path):
-    (checkpoint / "README.md").write_text("token hf_" + "a" * 30)
-    with pytest.raises(UserError, match="access token"):
-        export(checkpoint, out=tmp_path / "a")
-    (checkpoint / "README.md").write_text("made in /home/me/models/x")
-    with pytest.raises(UserError, match="path of this machine"):
-        export(checkpoint, out=tmp_path / "b")
-    assert not (tmp_path / "a").exists() and not (tmp_path / "b").exists()
-
-
-def test_pushing_without_a_token_is_one_clear_error(checkpoint, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN", raising=False)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    with pytest.raises(UserError, match="no access token"):
-        export(checkpoint, push="me/model")
-
-
-def test_a_card_names_the_source_in_public(tiny_llama, grafted):
-    from regraft.convert.sources import SourceInfo
-
-    model = grafted(tiny_llama(), "sliding_window", layers=[0])
-    info = SourceInfo("demo:smollm2", "demo", None, "abc", "Q4_1", "apache-2.0", "llama")
-    model.config.regraft["source"].update(info.__dict__)
-    card = render_card(model.config.to_dict(), recipe_text="name: x")
-    assert "base_model: HuggingFaceTB/SmolLM2-135M-Instruct" in card and "license: apache-2.0" in card
-    assert "Q4_1" in card and "prefix caching" in card and "name: x" in card

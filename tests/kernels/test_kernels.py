@@ -35,7 +35,11 @@ def make(size, dtype=torch.float64, seed=0, grad=False):
         return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_(grad)
 
     q, k = rand(batch, length, heads, dim), rand(batch, length, groups, dim)
-    v, raw, log_far = rand(batch, length, groups, value_dim), rand(batch, length, heads, FEATURES), rand(batch, length, heads)
+    v, raw, log_far = (
+        rand(batch, length, groups, value_dim),
+        rand(batch, length, heads, FEATURES),
+        rand(batch, length, heads),
+    )
     weights = torch.randn(groups, FEATURES, dim, generator=g, dtype=torch.float64).to(dtype).requires_grad_(grad)
 
     def map_keys(keys):
@@ -292,9 +296,7 @@ def test_a_step_compiles_without_graph_breaks():
     _, state = run_chunk("window_linear", q, k, v, raw, log_far, map_keys, near)
 
     def one(q, k, v, fq, log_far, *state):
-        return window_linear.step(
-            q, k, v, fq, log_far, map_keys=map_keys, state=WindowLinearState(*state), **near
-        )[0]
+        return window_linear.step(q, k, v, fq, log_far, map_keys=map_keys, state=WindowLinearState(*state), **near)[0]
 
     part = [x[:, :1] for x in (q, k, v)] + [raw[:, :1].softmax(-1), log_far[:, :1]]
     compiled = torch.compile(one, fullgraph=True, backend="eager")

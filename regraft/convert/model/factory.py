@@ -43,6 +43,9 @@ class GraftedConfigMixin:
             raise ValueError(
                 f"this checkpoint has regraft format {found}, the installed code knows {FORMAT}: update regraft"
             )
+        if (self.regraft or {}).get("cache_window") is not None:
+            # some families (Qwen) drop the window of a config whose own layers do not slide
+            self.sliding_window = self.regraft["cache_window"]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Config and source view share one dict of attributes; their copies share the copied one."""
