@@ -103,7 +103,8 @@ def render(results: object) -> str:
         lines.append(f"{r.name:24} {r.task:12} {r.length:6}  {r.accuracy:.3f} ± {r.stderr:.3f}  n {r.n}")
     for s in results.speed:
         lines.append(
-            f"{s.name:24} context {s.context:6}  prefill {s.prefill_tok_s:.0f} tok/s  decode {s.decode_tok_s:.1f} tok/s  "
+            f"{s.name:24} context {s.context:6}  prefill {s.prefill_tok_s:.0f} tok/s  "
+            f"decode {s.decode_tok_s:.1f} tok/s  "
             f"cache {s.cache_bytes / 2**20:.1f} MiB ({s.cache_dtype})"
         )
     if results.tasks:

@@ -79,7 +79,8 @@ class Plan:
         )
         for s in self.stages:
             lines.append(
-                f"stage   {s.stage}: {_k(s.tokens)} tokens, {s.steps} steps, train {s.train}: {_count(s.trained)} trained, "
+                f"stage   {s.stage}: {_k(s.tokens)} tokens, {s.steps} steps, train {s.train}: "
+                f"{_count(s.trained)} trained, "
                 f"{_count(s.frozen)} frozen, {s.flops:.1e} FLOPs, about {_time(s.seconds)}"
             )
         lines.append(f"memory  about {_size(self.memory_bytes)}  ·  disk about {_size(self.disk_bytes)}")
@@ -232,7 +233,7 @@ def _stage_plan(stage, recipe, count, fit, specs, mixer, options, total, fresh, 
         lora = count * sum(stage.lora.r * (spec.hidden_size + shapes.get(t, spec.hidden_size)) for t in targets)
     trained = {"new": fresh, "mixers": inside + fresh, "all": total + fresh, "lora": lora + fresh}[stage.train]
     frozen = total + fresh + lora - trained
-    # align: the teacher forward, and the mixers forward and backward; others: teacher forward, student forward, backward
+    # align: the teacher forward, and the mixers forward and backward; others: both models forward, the student backward
     factor = 1.0 + 3.0 * min(1.0, 3 * fresh / total + 0.15) if isinstance(stage, AlignStage) else 1.0 + 3.0
     if stage.stage == "finetune":
         factor = 3.0
@@ -332,10 +333,11 @@ def render_inspection(told: dict[str, Any]) -> str:
         return f"{told['model']}\n {told['model_type']}: not supported, {told['why']}"
     lines = [
         told["model"],
-        f" {told['model_type']} · {told['num_layers']} layers · hidden {told['hidden_size']} · {told['num_heads']} q heads, "
-        f"{told['num_kv_heads']} kv heads, head {told['head_dim']} · vocabulary {told['vocab_size']} · "
+        f" {told['model_type']} · {told['num_layers']} layers · hidden {told['hidden_size']} · "
+        f"{told['num_heads']} q heads, {told['num_kv_heads']} kv heads, head {told['head_dim']} · vocabulary {told['vocab_size']} · "
         f"{'tied' if told['tied_embeddings'] else 'untied'} embeddings · {_count(told['parameters'])} parameters",
-        f" cache {told['cache_bytes_per_token_bf16'] / 1024:.1f} KiB a token, {_size(told['cache_bytes_16k_bf16'])} at 16k (bf16)",
+        f" cache {told['cache_bytes_per_token_bf16'] / 1024:.1f} KiB a token, "
+        f"{_size(told['cache_bytes_16k_bf16'])} at 16k (bf16)",
     ]
     if "converted" in told:
         lines += [f" {ruler(told['num_layers'])}", f" {told['strip']}   S softmax, L converted, from {told['source']}"]

@@ -91,7 +91,7 @@ def _read(folder: Path) -> dict[str, Any]:
                 "title": "Quality against cache",
                 "name": "frontier",
                 "svg": figures.quality_against_cache(points),
-                "note": f"KL on protocol {results.quality[0].protocol}; cache measured at the longest context benchmarked. "
+                "note": f"KL on protocol {results.quality[0].protocol}; cache at the longest context benchmarked. "
                 "Baselines are untrained; their cache is that of a window without far state.",
             }
         )
@@ -163,7 +163,8 @@ def verdict(results: Results) -> str:
             share = pair["student"].cache_bytes / pair["teacher"].cache_bytes
             faster = pair["student"].decode_tok_s / pair["teacher"].decode_tok_s
             sentences.append(
-                f"At {longest} tokens of context its cache is {share:.1%} of the teacher's and it decodes {faster:.2f} x as fast."
+                f"At {longest} tokens of context its cache is {share:.1%} of the teacher's and "
+                f"it decodes {faster:.2f} x as fast."
             )
     return " ".join(sentences) or "Nothing was measured."
 
@@ -221,7 +222,7 @@ def _tables(results: Results) -> list[dict[str, Any]]:
                     for q in results.quality
                 ],
                 "note": f"Text: {results.protocol.get('text', 'unknown')}; all positions, no BOS, "
-                f"{results.protocol.get('dtype', 'unknown dtype')}; KL in nats a token with standard error over windows. "
+                f"{results.protocol.get('dtype', 'unknown dtype')}; KL in nats a token, standard error over windows. "
                 "Baselines are untrained sliding windows with 4 sinks: on the same layers, and on evenly spaced ones.",
                 "figure": "",
                 "name": "quality",

@@ -62,8 +62,15 @@ class FakeHub(BaseHTTPRequestHandler):
         hub = self.server.hub
         hub.log.append((self.command, self.path))
         here = f"http://127.0.0.1:{self.server.server_port}"
-        if path.startswith("/api/") and self.headers.get("Authorization") != "Bearer hf_fake" and self.command == "POST":
+        if (
+            path.startswith("/api/")
+            and self.headers.get("Authorization") != "Bearer hf_fake"
+            and self.command == "POST"
+        ):
             return self._answer(401, {"error": "Invalid username or password."})
+        if path == "/api/validate-yaml":
+            bad = "licence: " in json.loads(body)["content"]
+            return self._answer(200, {"errors": [{"message": "no such key"}] if bad else [], "warnings": []})
         if path == "/api/repos/create":
             told = json.loads(body)
             name = f"{told['organization']}/{told['name']}" if told.get("organization") else told["name"]
@@ -82,7 +89,11 @@ class FakeHub(BaseHTTPRequestHandler):
             return self._answer(200, {"files": files})
         if path.endswith(".git/info/lfs/objects/batch"):
             objects = [
-                {"oid": o["oid"], "size": o["size"], "actions": {"upload": {"href": f"{here}/lfs/{o['oid']}", "header": {}}}}
+                {
+                    "oid": o["oid"],
+                    "size": o["size"],
+                    "actions": {"upload": {"href": f"{here}/lfs/{o['oid']}", "header": {}}},
+                }
                 for o in json.loads(body)["objects"]
             ]
             kind = "application/vnd.git-lfs+json"
@@ -114,9 +125,12 @@ class FakeHub(BaseHTTPRequestHandler):
             tag = f'"{hashlib.sha256(content).hexdigest()}"'
             return self._answer(200, content, ETag=tag, X_Repo_Commit=SHA, X_Linked_Size=str(len(content)))
         if match := re.match(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(.+))?$", path):
-            files = hub.repos.get(match[1], {}).get(match[3] if match[3] not in (None, SHA) else "main")
+            revision, _, inside = (match[3] or "main").partition("/")
+            files = hub.repos.get(match[1], {}).get("main" if revision == SHA else revision)
             if files is None:
                 return self._answer(404, X_Error_Code="RepoNotFound")
+            if inside:  # every repository here is flat
+                return self._answer(404, X_Error_Code="EntryNotFound")
             if match[2] == "tree":
                 rows = [{"type": "file", "path": n, "size": len(c), "oid": "1" * 40} for n, c in files.items()]
                 return self._answer(200, rows)
@@ -185,7 +199,9 @@ print("code from", type(again).__module__.split(".")[1])
 @pytest.fixture
 def student(tiny_llama):
     info = SourceInfo("some/model", "hub", "main", "abc123", None, "mit", "llama")
-    return graft(tiny_llama(vocab=260), {1: ("window_linear", parse_options("window_linear", {"window": 5}))}, info=info).model
+    return graft(
+        tiny_llama(vocab=260), {1: ("window_linear", parse_options("window_linear", {"window": 5}))}, info=info
+    ).model
 
 
 @pytest.fixture
@@ -233,6 +249,9 @@ def test_branches_pull_requests_and_refusals(checkpoint, hub, tmp_path):
     assert "config.json" in hub.repos["me/a"]["refs/pr/1"] and not hub.repos["me/a"]["main"]
     done = client(PUSH, [checkpoint, "me/b", "{}"], hub, tmp_path, token="hf_wrong")
     assert done.returncode == 2 and "the Hub refused: 401" in done.stdout and "hf_wrong" not in done.stdout
+    (checkpoint / "README.md").write_text("---\nlicence: mit\n---\n")
+    done = client(PUSH, [checkpoint, "me/b", "{}"], hub, tmp_path)
+    assert done.returncode == 2 and "front matter" in done.stdout, done.stdout + done.stderr
     done = client(PUSH, [checkpoint, "not a name", "{}"], hub, tmp_path)
     assert done.returncode == 2 and "not a repository name" in done.stdout
     done = client(PUSH, [checkpoint, "me/c", "{}"], SimpleNamespace(url="http://127.0.0.1:9"), tmp_path)

@@ -268,6 +268,10 @@ def _push(
         )
     except HFValidationError as error:
         raise UserError(f"not a repository name: {_short(error)}", where=repo, fix="use OWNER/NAME") from None
+    except ValueError as error:  # the Hub's own check of the card, before anything is sent
+        raise UserError(
+            f"the Hub refuses the card's front matter: {_short(error)}", where="README.md", fix="correct or delete it"
+        ) from None
     except (HTTPError, OSError) as error:
         raise UserError(
             f"the Hub refused: {_short(error)}", where=repo, fix="check the name, the token's rights and the network"
