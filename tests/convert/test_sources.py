@@ -29,7 +29,7 @@ def test_a_folder_loads_as_it_was(folder):
 
 
 def test_shards_load_and_a_missing_one_is_named(folder, tmp_path):
-    path, model = folder
+    _, model = folder
     model.save_pretrained(tmp_path / "s", max_shard_size="50KB")
     shards = sorted((tmp_path / "s").glob("*.safetensors"))
     assert len(shards) > 2

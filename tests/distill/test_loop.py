@@ -1,5 +1,6 @@
 """The training loop: what trains, what stays, resume, refusals, and that it learns."""
 
+import itertools
 import json
 import shutil
 
@@ -291,7 +292,7 @@ def test_schedules():
     stage = AlignStage(**{**ALIGN, "warmup": 4, "min_lr": 1e-3, "lr": 1e-1})
     rates = [learning_rate(stage, stage.lr, step, 50) for step in range(50)]
     assert rates[0] < rates[3] < rates[4] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[4:], rates[5:], strict=False)) and rates[-1] >= 1e-3
+    assert all(a >= b for a, b in itertools.pairwise(rates[4:])) and rates[-1] >= 1e-3
     assert rates[-1] < 2e-3
     constant = stage.model_copy(update={"schedule": "constant"})
     assert learning_rate(constant, 0.1, 49, 50) == 0.1

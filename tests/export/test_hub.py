@@ -74,7 +74,7 @@ class FakeHub(BaseHTTPRequestHandler):
         if path == "/api/repos/create":
             told = json.loads(body)
             name = f"{told['organization']}/{told['name']}" if told.get("organization") else told["name"]
-            hub.private[name] = told.get("private")
+            hub.private[name] = told.get("visibility") == "private" or told.get("private")
             hub.repos.setdefault(name, {}).setdefault("main", {})
             return self._answer(200, {"url": f"{here}/{name}", "id": name, "name": name})
         if match := re.match(r"/api/models/(.+/.+)/branch/(.+)$", path):
