@@ -335,7 +335,8 @@ def render_inspection(told: dict[str, Any]) -> str:
         told["model"],
         f" {told['model_type']} · {told['num_layers']} layers · hidden {told['hidden_size']} · "
         f"{told['num_heads']} q heads, {told['num_kv_heads']} kv heads, head {told['head_dim']} · "
-        f"vocabulary {told['vocab_size']} · {'tied' if told['tied_embeddings'] else 'untied'} embeddings · {_count(told['parameters'])} parameters",
+        f"vocabulary {told['vocab_size']} · {'tied' if told['tied_embeddings'] else 'untied'} embeddings · "
+        f"{_count(told['parameters'])} parameters",
         f" cache {told['cache_bytes_per_token_bf16'] / 1024:.1f} KiB a token, "
         f"{_size(told['cache_bytes_16k_bf16'])} at 16k (bf16)",
     ]

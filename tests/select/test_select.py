@@ -71,7 +71,7 @@ def test_a_selection_survives_its_file(calibration, tmp_path):
     with pytest.raises(UserError, match="newer"):
         Selection.load(path)
     path.write_text("{}")
-    with pytest.raises(UserError, match="not a layers.json"):
+    with pytest.raises(UserError, match=r"not a layers\.json"):
         Selection.load(path)
 
 
