@@ -193,3 +193,41 @@ def test_lm_eval_gives_the_same_digits_on_the_object_and_on_the_folder(small, ti
         assert ours["results"]["sums"][metric] == found[metric]
     with pytest.raises(UserError, match="no task nothing_like_it"):
         lm_eval_tasks(student, tiny_tokenizer, ["nothing_like_it"])
+
+
+def test_the_report_shows_what_is_there_and_names_what_is_not(tmp_path):
+    from regraft.eval.report import report, verdict
+    from regraft.eval.results import Quality, Recall, Sample, Speed
+
+    def quality(name, kl, ratio):
+        return Quality(name, "core", kl, 0.001, 0.9, 20.0 * ratio, ratio, 40, 512, 20440)
+
+    results = Results(model="run <b>x</b>", teacher="t")
+    results.quality = [
+        quality("teacher", 0, 1),
+        quality("student", 0.02, 1.02),
+        quality("sliding_window baseline", 0.01, 1.01),
+    ]
+    results.recall = [Recall(n, "copy", 512, a, 0.01, 100) for n, a in (("teacher", 0.98), ("student", 0.9))]
+    results.speed = [
+        Speed(n, c, 500.0, r, 0.1, 0.1, b * c, "float32", 3)
+        for c in (1024, 8192)
+        for n, r, b in (("teacher", 5.0, 100), ("student", 9.0, 52))
+    ]
+    results.samples = [Sample("p", "<|im_start|> a", "b")]
+    results.layers = {"num_layers": 4, "converted": [1, 2], "mixers": {}}
+    (tmp_path / "run").mkdir()
+    results.save(tmp_path / "run" / "results.json")
+    page = report([tmp_path / "run"]).read_text()
+    assert "NOT lower than" in verdict(results), "a baseline that is better must be said to be"
+    assert "52.0% of the teacher" in verdict(results) and "1.80 x" in verdict(results)
+    assert "&lt;|im_start|&gt;" in page and "<b>x</b>" not in page
+    assert "layers.json is not there" in page and "<script" not in page
+    twin = (tmp_path / "run" / "report.md").read_text()
+    assert "| student | core | 0.0200" in twin
+    for name in ("recall", "speed", "frontier"):
+        assert (tmp_path / "run" / "figures" / f"{name}.svg").read_text().startswith("<?xml")
+    both = report([tmp_path / "run", tmp_path / "run"], tmp_path / "both")
+    assert both.read_text().count('verdict">') == 2
+    with pytest.raises(UserError, match="several runs"):
+        report([tmp_path / "run", tmp_path / "run"])

@@ -248,7 +248,7 @@ def _push(
         CommitOperationAdd(name, what.encode() if isinstance(what, str) else what) for name, what in contents.items()
     ]
     try:
-        api.create_repo(repo, private=private, exist_ok=True)
+        api.create_repo(repo, private=private or None, exist_ok=True)
         if revision and not create_pr:
             api.create_branch(repo, branch=revision, exist_ok=True)
         there = api.list_repo_files(repo, revision=revision)
