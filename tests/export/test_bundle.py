@@ -1,7 +1,9 @@
 """Checkpoints load without regraft: alone, beside each other, sharded, tied or not, again after a second save."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from regraft.convert.export import bundle
 from regraft.convert.sources import load_source
 from regraft.errors import UserError
 
@@ -108,3 +111,142 @@ def test_a_newer_format_is_refused(tiny_llama, grafted, tmp_path):
     path.write_text(json.dumps(config))
     with pytest.raises(UserError, match="format 99"):
         load_source(str(tmp_path / "m"))
+
+
+ORDERS = """
+import sys, torch
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "regraft":
+            raise ImportError("hidden")
+sys.meta_path.insert(0, Hidden())
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+wanted = load_file(sys.argv[1])
+models = {}
+for place in sys.argv[2:]:
+    models[place] = AutoModelForCausalLM.from_pretrained(place, trust_remote_code=True).eval()
+for place, model in models.items():
+    with torch.no_grad():
+        gap = (model(wanted["ids"]).logits - wanted[place.split("/")[-2]]).abs().max().item()
+    print(place.split("/")[-2], gap, sorted({type(l.self_attn).__name__ for l in model.model.layers}), sep="|")
+"""
+
+
+def test_folders_of_one_name_with_different_models_in_one_process(tiny_llama, grafted, tmp_path):
+    """`a/final` and `b/final`: same folder name, other mechanisms, loaded together in both orders."""
+    models = {
+        "a": grafted(tiny_llama(), "window_linear", layers=[1], window=6),
+        "b": grafted(tiny_llama(), "sliding_window", layers=[1, 2], window=6),
+    }
+    ids = torch.randint(3, 128, (2, 25))
+    wanted = {"ids": ids}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name / "final")
+        with torch.no_grad():
+            wanted[name] = model(ids).logits.contiguous()
+    save_file(wanted, tmp_path / "wanted")
+    for order in (["a", "b"], ["b", "a"]):
+        environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / f"modules-{order[0]}"), "HF_HUB_OFFLINE": "1"}
+        places = [f"{tmp_path}/{name}/final" for name in order]
+        done = subprocess.run(
+            [sys.executable, "-c", ORDERS, str(tmp_path / "wanted"), *places],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        told = {line.split("|")[0]: line.split("|")[1:] for line in done.stdout.splitlines()}
+        assert told["a"] == ["0.0", "['LlamaAttention', 'WindowLinear']"]
+        assert told["b"] == ["0.0", "['LlamaAttention', 'SlidingWindow']"]
+
+
+def test_what_is_written_obeys_the_loader(tiny_model, grafted, tmp_path):
+    """Flat relative imports only, nothing but torch, transformers and the standard library, no tell-tale names."""
+    model = grafted(grafted(tiny_model("qwen3"), "window_linear", layers=[3]), "sliding_window", layers=[0])
+    model.save_pretrained(tmp_path / "m")
+    files = {p.name: p.read_text() for p in (tmp_path / "m").glob("*.py")}
+    assert sorted(files) == bundle.code_files(tmp_path / "m")
+    for name, text in files.items():
+        assert text.startswith("# ") and "Apache-2.0" in text and "regraft 0." in text.splitlines()[0], name
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                assert node.level == 1 and f"{node.module}.py" in files, (name, node.module)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module]
+                for module in modules:
+                    assert module.split(".")[0] in {"torch", "transformers", *sys.stdlib_module_names}, (name, module)
+        # transformers reads the source text: a module named so is taken for one that cannot switch implementations
+        assert not re.search(r"class \w*Attention\w*\(nn\.Module\)", text)
+    names = type(model)._family_names.values()
+    assert not any(word in n.lower() for n in names for word in ("rwkv", "minimax", "xlstm", "xlnet", "reformer"))
+
+
+def test_same_model_same_bytes_and_no_leftovers(tiny_llama, grafted, tmp_path):
+    both = grafted(grafted(tiny_llama(), "window_linear", layers=[1]), "sliding_window", layers=[0])
+    both.save_pretrained(tmp_path / "a")
+    both.save_pretrained(tmp_path / "b")
+    first = {p.name: p.read_bytes() for p in (tmp_path / "a").glob("*.py")}
+    assert first == {p.name: p.read_bytes() for p in (tmp_path / "b").glob("*.py")}
+    (tmp_path / "a" / "notes.py").write_text("mine = 1\n")
+    grafted(tiny_llama(), "sliding_window", layers=[0]).save_pretrained(tmp_path / "a")
+    left = {p.name for p in (tmp_path / "a").glob("*.py")}
+    assert "regraft_convert_mixers_window_linear.py" not in left and "notes.py" in left
+    assert left - {"notes.py"} == set(bundle.code_files(tmp_path / "a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "def f():\n    from regraft.kernels.linear import chunk\n",
+            "line 2: 'from regraft.kernels.linear import chunk'",
+        ),
+        ("import regraft.kernels.linear\n", "line 1"),
+        ("from regraft.kernels import linear\n", "line 1"),
+        ("from regraft import errors\n", "line 1"),
+        ("from .linear import chunk\n", "line 1"),
+        ("import own_mixers.kernels\n", "line 1"),
+    ],
+)
+def test_an_import_that_cannot_travel_is_refused(tmp_path, monkeypatch, text, told):
+    (tmp_path / "own_mixers").mkdir()
+    (tmp_path / "own_mixers" / "__init__.py").write_text("")
+    (tmp_path / "own_mixers" / "fancy.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_mixers", raising=False)
+    with pytest.raises(ValueError, match=r"fancy\.py, " + re.escape(told)):
+        bundle.used_modules(["regraft.convert.spec", "own_mixers.fancy"])
+
+
+def test_a_mixer_of_another_package_takes_its_own_modules_along(tmp_path, monkeypatch):
+    (tmp_path / "own_mixers").mkdir()
+    (tmp_path / "own_mixers" / "__init__.py").write_text("")
+    (tmp_path / "own_mixers" / "maths.py").write_text("def f(x):\n    return x\n")
+    (tmp_path / "own_mixers" / "fancy.py").write_text(
+        "from own_mixers.maths import f\nfrom regraft.kernels.ragged import (\n    run,\n)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_mixers", raising=False)
+    assert bundle.used_modules(["own_mixers.fancy", "regraft.convert.spec"]) == [
+        "own_mixers.fancy", "own_mixers.maths", "regraft.convert.spec", "regraft.kernels.ragged",
+    ]  # fmt: skip
+    text = bundle.flatten("own_mixers.fancy", "1", ["regraft", "own_mixers"])
+    assert "from .own_mixers_maths import f\nfrom .regraft_kernels_ragged import (\n" in text
+
+
+def test_a_base_model_and_a_subclass_save_code_too(tiny_llama, grafted, tmp_path):
+    """The base model by itself, and a class made on top (as FSDP does), name the same family."""
+    model = grafted(tiny_llama(), "sliding_window", layers=[1])
+    model.model.save_pretrained(tmp_path / "base")
+    text = (tmp_path / "base" / "modeling_regraft.py").read_text()
+    assert "make_classes(LlamaForCausalLM, MIXERS, __name__)" in text
+    sharded = type("FSDP" + type(model).__name__, (type("Wrap", (), {}), type(model)), {})
+    model.__class__ = sharded
+    assert bundle.modeling_source(model, "1").splitlines()[2:] == text.splitlines()[2:]
+
+
+def test_old_transformers_are_told_so(tiny_llama, grafted, tmp_path, monkeypatch):
+    grafted(tiny_llama(), "sliding_window", layers=[1]).save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.__version__", "5.3.1")
+    code = compile((tmp_path / "modeling_regraft.py").read_text(), "modeling_regraft.py", "exec")
+    with pytest.raises(ImportError, match=r"needs transformers >= 5\.24, found 5\.3\.1"):
+        exec(code, {"__name__": "modeling_regraft"})

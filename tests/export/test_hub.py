@@ -70,7 +70,7 @@ class FakeHub(BaseHTTPRequestHandler):
             return self._answer(401, {"error": "Invalid username or password."})
         if path == "/api/validate-yaml":
             bad = "licence: " in json.loads(body)["content"]
-            return self._answer(200, {"errors": [{"message": "no such key"}] if bad else [], "warnings": []})
+            return self._answer(400 if bad else 200, {"errors": [{"message": "no such key"}] * bad, "warnings": []})
         if path == "/api/repos/create":
             told = json.loads(body)
             name = f"{told['organization']}/{told['name']}" if told.get("organization") else told["name"]
@@ -168,12 +168,21 @@ import json, sys
 from pathlib import Path
 from regraft.convert.export.hub import export
 from regraft.errors import UserError
-try:
-    print(export(Path(sys.argv[1]), push=sys.argv[2], **json.loads(sys.argv[3])).render())
-except UserError as error:
-    print(error)
-    sys.exit(2)
+for folder, options in json.loads(sys.argv[1]):
+    try:
+        print(export(Path(folder), **options).render(), end="\\0")
+    except UserError as error:
+        print(error, end="\\0")
 """
+
+
+def pushes(jobs, hub, tmp_path):
+    """What was told of each (folder, options), pushed one after the other by one process."""
+    done = client(PUSH, [json.dumps([[str(folder), options] for folder, options in jobs])], hub, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split("\0")
+
+
 LOAD = """
 import sys, torch
 class Hidden:
@@ -214,9 +223,8 @@ def checkpoint(student, tiny_tokenizer, tmp_path):
 def test_pushed_pulled_and_pushed_again(student, checkpoint, hub, tmp_path):
     """The whole way: push, load elsewhere without regraft, save that again; then a push of other shards over it."""
     (checkpoint / "optimizer.pt").write_bytes(b"x")
-    done = client(PUSH, [checkpoint, "me/half", "{}"], hub, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "left out: optimizer.pt" in done.stdout and "/me/half/commit/" in done.stdout
+    told = pushes([(checkpoint, {"push": "me/half"})], hub, tmp_path)[0]
+    assert "left out: optimizer.pt" in told and "/me/half/commit/" in told
     there = hub.repos["me/half"]["main"]
     assert {"config.json", "model.safetensors", "modeling_regraft.py", "tokenizer.json", "README.md"} <= set(there)
     assert "optimizer.pt" not in there and b'from_pretrained("me/half"' in there["README.md"]
@@ -231,8 +239,7 @@ def test_pushed_pulled_and_pushed_again(student, checkpoint, hub, tmp_path):
 
     shutil.rmtree(checkpoint)
     student.save_pretrained(checkpoint, max_shard_size="100KB")
-    done = client(PUSH, [checkpoint, "me/half", json.dumps({"private": True})], hub, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    pushes([(checkpoint, {"push": "me/half", "private": True})], hub, tmp_path)
     there = hub.repos["me/half"]["main"]
     assert "model.safetensors" not in there and "model.safetensors.index.json" in there
     assert "tokenizer.json" in there  # what belongs to no model file is left alone
@@ -241,21 +248,28 @@ def test_pushed_pulled_and_pushed_again(student, checkpoint, hub, tmp_path):
 
 
 def test_branches_pull_requests_and_refusals(checkpoint, hub, tmp_path):
-    done = client(PUSH, [checkpoint, "me/a", json.dumps({"revision": "trial", "private": True})], hub, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copytree(checkpoint, tmp_path / "bad")
+    (tmp_path / "bad" / "README.md").write_text("---\nlicence: mit\n---\n")
+    told = pushes(
+        [
+            (checkpoint, {"push": "me/a", "revision": "trial", "private": True}),
+            (checkpoint, {"push": "me/b", "create_pr": True}),
+            (checkpoint, {"push": "me/c", "token": "hf_wrong"}),
+            (tmp_path / "bad", {"push": "me/d"}),
+            (checkpoint, {"push": "not a name"}),
+        ],
+        hub,
+        tmp_path,
+    )
     assert "config.json" in hub.repos["me/a"]["trial"] and not hub.repos["me/a"]["main"] and hub.private["me/a"]
-    done = client(PUSH, [checkpoint, "me/a", json.dumps({"create_pr": True})], hub, tmp_path)
-    assert done.returncode == 0 and "/discussions/1" in done.stdout, done.stdout + done.stderr
-    assert "config.json" in hub.repos["me/a"]["refs/pr/1"] and not hub.repos["me/a"]["main"]
-    done = client(PUSH, [checkpoint, "me/b", "{}"], hub, tmp_path, token="hf_wrong")
-    assert done.returncode == 2 and "the Hub refused: 401" in done.stdout and "hf_wrong" not in done.stdout
-    (checkpoint / "README.md").write_text("---\nlicence: mit\n---\n")
-    done = client(PUSH, [checkpoint, "me/b", "{}"], hub, tmp_path)
-    assert done.returncode == 2 and "front matter" in done.stdout, done.stdout + done.stderr
-    done = client(PUSH, [checkpoint, "not a name", "{}"], hub, tmp_path)
-    assert done.returncode == 2 and "not a repository name" in done.stdout
-    done = client(PUSH, [checkpoint, "me/c", "{}"], SimpleNamespace(url="http://127.0.0.1:9"), tmp_path)
-    assert done.returncode == 2 and done.stdout.startswith("error: the Hub refused"), done.stdout + done.stderr
+    assert "/discussions/1" in told[1] and not hub.private["me/b"]
+    assert "config.json" in hub.repos["me/b"]["refs/pr/1"] and not hub.repos["me/b"]["main"]
+    assert told[2].startswith("error: the Hub refused") and "401" in told[2] and "hf_wrong" not in told[2]
+    assert "error: the Hub refuses the card's front matter" in told[3] and "no such key" in told[3]
+    assert not hub.repos["me/d"]["main"]
+    assert told[4].startswith("error: not a repository name")
+    nowhere = SimpleNamespace(url="http://127.0.0.1:9")
+    assert pushes([(checkpoint, {"push": "me/c"})], nowhere, tmp_path)[0].startswith("error: the Hub refused")
 
 
 def test_a_dry_run_checks_lists_and_touches_nothing(checkpoint, monkeypatch):

@@ -49,11 +49,15 @@ class Manifest:
 
     def render(self) -> str:
         """A list with sizes."""
-        lines = [f"{size / 2**20:10.2f} MiB  {name}" for name, size in self.files.items()]
-        lines.append(f"{sum(self.files.values()) / 2**20:10.2f} MiB  in {len(self.files)} files")
+        lines = [f"{_told(size)}  {name}" for name, size in self.files.items()]
+        lines.append(f"{_told(sum(self.files.values()))}  in {len(self.files)} files")
         if self.left_out:
             lines.append(f"left out: {', '.join(self.left_out)}")
         return "\n".join([*lines, self.url] if self.url else lines)
+
+
+def _told(size: int) -> str:
+    return f"{size / 2**20:10.2f} MiB" if size >= 2**20 else f"{size / 2**10:10.2f} KiB"
 
 
 def export(
