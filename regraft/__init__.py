@@ -6,7 +6,9 @@ measures what was lost, and writes a checkpoint that loads anywhere. The Python 
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
@@ -17,6 +19,31 @@ _API = {name: "regraft.api" for name in (
 )}  # fmt: skip
 
 __all__ = ["__version__", *sorted(_API)]
+
+
+class _Room(ModuleType):
+    """A package with the name of a function of ours: calling it calls that function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(import_module("regraft.api"), self.__name__.rpartition(".")[2])(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Any:
+        import inspect as standard
+
+        return standard.signature(getattr(import_module("regraft.api"), self.__name__.rpartition(".")[2]))
+
+
+class _Package(ModuleType):
+    """This package. Python sets a subpackage as its attribute, which would hide the function of the same name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _API and isinstance(value, ModuleType):
+            value.__class__ = _Room
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

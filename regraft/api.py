@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 from regraft.errors import UserError
 from regraft.recipes.load import load_recipe
 from regraft.recipes.schema import DataConfig, EvalConfig, Recipe
+
+# what an interrupted stage leaves in its folder
+_STAGE_FILE = re.compile(r"^(metrics\.jsonl|checkpoint-\d+|\.writing-\d+|adapter|\.model\.writing-\d+)$")
 
 
 def _recipe(recipe: str | Path | Recipe, overrides: Sequence[str] = ()) -> Recipe:
@@ -29,14 +34,22 @@ def inspect(ref: str, **options: Any) -> dict[str, Any]:
     return inspect_source(ref, **options)
 
 
-def plan(recipe: str | Path | Recipe, *, overrides: Sequence[str] = (), **options: Any) -> Any:
-    """What a recipe will do and cost, without reading weights. See convert.plan.plan."""
-    from regraft.convert.plan import plan as make_plan
-    from regraft.recipes.load import check_recipe
+def plan(
+    recipe: str | Path | Recipe,
+    *,
+    overrides: Sequence[str] = (),
+    measure: bool = False,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+) -> Any:
+    """What a recipe will do and cost, without reading weights (`measure` reads them, and times the model).
+
+    Returns a Plan; UserError, at the recipe's line, for what `run` would refuse. See convert.plan.plan.
+    """
+    from regraft.pipeline import check
 
     resolved = _recipe(recipe, overrides)
-    check_recipe(resolved, str(recipe) if not isinstance(recipe, Recipe) else "recipe")
-    return make_plan(resolved, **options)
+    return check(resolved, measure=measure, device=device, trust_remote_code=trust_remote_code)
 
 
 def convert(
@@ -121,8 +134,16 @@ def select(
     teacher, depth = loaded.model, len(attention_slots(loaded.model))
     data = data or DataConfig()
     student, errors, rows = None, None, None
+    fit = fitting_layers(teacher, to, chosen)
+    lowest = depth - len(fit)
+    if not lowest <= keep < depth:
+        why = f", and {to} does not fit {lowest} of them" if lowest else ""
+        raise UserError(
+            f"cannot keep {keep} layers: the model has {depth}{why}",
+            where="--keep",
+            fix=f"{lowest} to {depth - 1}" if lowest < depth else f"see: regraft inspect {ref}",
+        )
     if compare or any(s.needs_data for s in selectors):
-        fit = fitting_layers(teacher, to, chosen)
         student = graft(teacher, {i: (to, chosen) for i in fit}, info=loaded.info).model
         if get_mixer(to).full_train:
             log(f"aligning {len(fit)} layers on {align_tokens} tokens")
@@ -170,20 +191,32 @@ def distill(
 ) -> Any:
     """Train converted model `ref` by one stage (a stage of the recipe schema) against `teacher`; writes `out`/model.
 
-    An interrupted call goes on where it stopped when it is repeated. Returns the StageResult.
+    An interrupted call goes on where it stopped when it is repeated; the checkpoints of a finished one are removed.
+    UserError if `out` holds anything but this stage's own files. Returns the StageResult.
     """
     from regraft.convert.graft import converted_layers
     from regraft.convert.sources import load_source
     from regraft.distill.loop import run_stage
     from regraft.store import new_folder
 
-    target = Path(out) / "model"
+    out = Path(out)
+    target = out / "model"
     if target.exists():
         raise UserError("this stage is finished already", where=str(target), fix="choose another output folder")
+    if out.exists() and not (out.is_dir() and all(_STAGE_FILE.match(entry.name) for entry in out.iterdir())):
+        raise UserError(
+            "the output folder exists and holds something else", where=str(out), fix="choose another with -o"
+        )
     student = load_source(str(ref), device=device)
     if not converted_layers(student.model):
         raise UserError("no layer of this model is converted", where=str(ref), fix="convert it first: regraft convert")
     source = load_source(teacher, device=device)
+    if stage.stage == "align" and _shape(source.model) != _shape(student.model):
+        raise UserError(
+            "align fits layers to the ones they replace, and this teacher has layers of other shapes",
+            where=teacher,
+            fix="give the model that the student was made from, or use stage: logits",
+        )
     result = run_stage(
         stage,
         student=student.model,
@@ -191,27 +224,46 @@ def distill(
         tokenizer=student.tokenizer,
         teacher_tokenizer=source.tokenizer,
         data=data or DataConfig(),
-        out_dir=Path(out),
+        out_dir=out,
         seed=seed,
         device=device,
         log=log,
     )
-    with new_folder(target) as staging:
+    size = sum(p.numel() * p.element_size() for p in result.student.parameters())
+    with new_folder(target, size) as staging:
         result.student.save_pretrained(staging)
         student.tokenizer.save_pretrained(staging)
+    for checkpoint in out.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
     return result
 
 
-def run(recipe: str | Path | Recipe, *, overrides: Sequence[str] = (), **options: Any) -> Any:
-    """Do all of a recipe: convert, align, select, distil, evaluate, verify, report. See pipeline.run."""
+def _shape(model: Any) -> tuple[Any, ...]:
+    config = model.config
+    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    return tuple(getattr(config, name, None) for name in names)
+
+
+def run(
+    recipe: str | Path | Recipe, out: str | Path | None = None, *, overrides: Sequence[str] = (), **options: Any
+) -> Any:
+    """Do all of a recipe: convert, align, select, distil, evaluate, verify, report. See pipeline.run.
+
+    `options`: store, upto, device, trust_remote_code, log. Returns a RunResult.
+    """
     from regraft.pipeline import run as run_pipeline
-    from regraft.recipes.load import find
+    from regraft.recipes.load import changed_text, read
 
     resolved = _recipe(recipe, overrides)
     text = None
-    if not isinstance(recipe, Recipe) and not overrides:
-        text = find(str(recipe)).read_text(encoding="utf-8")
-    return run_pipeline(resolved, recipe_text=text, **options)
+    if not isinstance(recipe, Recipe):
+        text, where = read(str(recipe))
+        if overrides:
+            try:
+                text = changed_text(text, where, overrides)
+            except UserError:  # it cannot be written into this layout: the resolved recipe says the same
+                text = None
+    return run_pipeline(resolved, out, recipe_text=text, **options)
 
 
 def evaluate(
@@ -229,17 +281,33 @@ def evaluate(
     from regraft.convert.sources import check_same_tokenizer, load_source
     from regraft.eval.evaluate import evaluate as measure
 
+    config, data = config or EvalConfig(), data or DataConfig(split="heldout")
+    if config.tasks:
+        from regraft.eval.harness import check_tasks
+
+        check_tasks(config.tasks, include_path)
+    if data.source not in ("corpus", "workshop") and not data.source.startswith("hub:"):
+        from regraft.data.text import local_files
+
+        local_files(data.source)
     student = load_source(ref, device=device)
     name = against or _source_of(student.model, ref)
     teacher = load_source(name, device=device)
+    for loaded, where in ((student, ref), (teacher, name)):
+        if loaded.tokenizer is None:
+            raise UserError("the model has no tokenizer", where=where, fix="save one beside it")
     check_same_tokenizer(student.tokenizer, teacher.tokenizer, name)
+    source = None
+    if config.baselines and _shape(teacher.model) != _shape(student.model):
+        source = load_source(_source_of(student.model, ref), device=device).model
     return measure(
         student.model,
         teacher.model,
         student.tokenizer,
-        config or EvalConfig(),
-        data or DataConfig(split="heldout"),
+        config,
+        data,
         names=(ref, name),
+        source=source,
         seed=seed,
         include_path=include_path,
         log=log,
@@ -255,10 +323,9 @@ def _source_of(model: Any, ref: str) -> str:
 
 def verify(ref: str, *, reload: bool = True) -> Any:
     """Prove a converted checkpoint right on this machine's CPU; returns a VerifyReport. See eval.verify.verify."""
-    from regraft.convert.sources import load_source
     from regraft.eval.verify import verify as check
 
-    return check(load_source(ref, dtype="float32").model, reload=reload)
+    return check(ref, reload=reload)
 
 
 def bench(

@@ -42,13 +42,52 @@ class Store:
 
     @contextmanager
     def make(self, step: str, key: str, inputs: Any) -> Iterator[Path]:
-        """A folder to write the output into; it becomes final when the block ends without an error."""
+        """A folder to write the output into; it becomes final when the block ends without an error.
+
+        UserError if another process is at the same step.
+        """
         target = self.path(step, key)
         partial = target.with_name(target.name + ".partial")
         partial.mkdir(parents=True, exist_ok=True)
-        yield partial
-        (partial / _DONE).write_text(json.dumps({"step": step, "inputs": inputs}, default=str), encoding="utf-8")
-        os.replace(partial, target)
+        with _alone_in(partial):
+            yield partial
+            (partial / _DONE).write_text(json.dumps({"step": step, "inputs": inputs}, default=str), encoding="utf-8")
+            os.replace(partial, target)
+
+    def trim(self, step: str, key: str, name: str) -> None:
+        """Remove a folder of a finished step that only its making needed."""
+        shutil.rmtree(self.path(step, key) / name, ignore_errors=True)
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold `folder` for this process; the system lets go of it even after a kill. Where it has no locks, none is held.
+
+    UserError if another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
+    busy = UserError(
+        "another process is at this very step",
+        where=str(folder),
+        fix="wait until it has ended, then repeat: its result is reused",
+    )
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise busy from None
+            # otherwise: a file system that knows no locks
+        if not (folder.is_dir() and os.path.samestat(os.stat(folder), os.fstat(handle))):
+            raise busy  # it finished, and renamed the folder, while we waited for our turn
+        yield
+    finally:
+        os.close(handle)
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
@@ -71,12 +110,25 @@ def new_folder(target: Path, needed: int = 0) -> Iterator[Path]:
 
     UserError if `target` exists, its disk lacks `needed` bytes, or the disk fills up on the way.
     """
+    with _appearing(target, needed) as staging:
+        staging.mkdir()
+        yield staging
+
+
+@contextmanager
+def new_file(target: Path, needed: int = 0) -> Iterator[Path]:
+    """The same for a file: the block writes the staging file."""
+    with _appearing(target, needed) as staging:
+        yield staging
+
+
+@contextmanager
+def _appearing(target: Path, needed: int) -> Iterator[Path]:
     if target.exists():
-        raise UserError("the output exists already", where=str(target), fix="remove it, or choose another with -o")
+        raise UserError("the output exists already", where=str(target), fix="remove it, or choose another name")
     check_space(target.parent, needed, "the output")
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.with_name(f".{target.name[:80]}.writing-{os.getpid()}")
-    staging.mkdir()
     try:
         yield staging
         os.replace(staging, target)
@@ -87,7 +139,10 @@ def new_folder(target: Path, needed: int = 0) -> Iterator[Path]:
             ) from error
         raise
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        if staging.is_dir():
+            shutil.rmtree(staging, ignore_errors=True)
+        else:
+            staging.unlink(missing_ok=True)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

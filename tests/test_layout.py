@@ -1,6 +1,7 @@
 """Guards on the shape of the project: what would break silently for somebody else."""
 
 import ast
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -27,9 +28,19 @@ def test_our_kernels_folder_does_not_shadow_the_library_of_that_name():
     code = (
         "from transformers import LlamaForCausalLM\nfrom importlib.util import find_spec\n"
         "spec = find_spec('kernels')\n"
-        f"assert spec is None or not str(spec.origin).startswith({str(ROOT)!r}), spec\n"
+        "places = [] if spec is None else [spec.origin, *(spec.submodule_search_locations or ())]\n"
+        f"assert not any(str(place).startswith({str(ROOT)!r}) for place in places), spec\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_help_is_quick():
+    """CPU seconds, which the load of the machine changes less than the clock's; with torch it would be five."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    out = subprocess.run([sys.executable, "-m", "regraft", "--help"], cwd=ROOT, check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert b"Judge" in out.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
 def test_no_packages_among_the_tests_and_no_shadowing_folders():

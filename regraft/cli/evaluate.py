@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from regraft.cli.common import Device, Json, Seed, parse_sizes, prepare, say, show
 from regraft.errors import UserError, suggest
+
+if TYPE_CHECKING:
+    from regraft.eval.results import Results
 
 
 def command(
@@ -49,15 +52,17 @@ def command(
             raise UserError(f"no protocol '{name}'", where="--protocol", fix=suggest(name, PROTOCOLS))
     if out is not None and out.exists():
         raise UserError("the output exists already", where=str(out), fix="remove it, or choose another with -o")
-    config = EvalConfig(
-        protocols=names,
-        windows=windows,
-        recall=[] if recall == "none" else parse_sizes(recall, "--recall"),
-        recall_samples=samples,
-        baselines=baselines,
-        tasks=[t.strip() for t in tasks.split(",") if t.strip()],
-        limit=limit,
-        bench=parse_sizes(bench, "--bench") if bench else [],
+    config = EvalConfig.model_validate(
+        {
+            "protocols": names,
+            "windows": windows,
+            "recall": [] if recall == "none" else parse_sizes(recall, "--recall"),
+            "recall_samples": samples,
+            "baselines": baselines,
+            "tasks": [t.strip() for t in tasks.split(",") if t.strip()],
+            "limit": limit,
+            "bench": parse_sizes(bench, "--bench") if bench else [],
+        }
     )
     split = "all" if data == "workshop" else "heldout"
     prepare()
@@ -88,7 +93,7 @@ def command(
         show(render(results))
 
 
-def render(results: object) -> str:
+def render(results: Results) -> str:
     """Tables of a result file, as text."""
     from regraft.eval.figures import task_rows
     from regraft.eval.report import verdict

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import sys
 import traceback
 from importlib import import_module
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from regraft import __version__
 from regraft.cli.common import State
 from regraft.errors import UserError
 
+
+class Commands(TyperGroup):
+    """The commands; Ctrl-C in one of them is answered with the command that goes on."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            resumable = ctx.invoked_subcommand in ("run", "distill")
+            told = "finished steps and checkpoints are kept. Continue" if resumable else "nothing is kept. Repeat"
+            print(f"\nstopped; {told}: {_typed()}", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+
+def _typed() -> str:
+    """This process's command as it can be typed again."""
+    name = "python -m regraft" if Path(sys.argv[0]).name == "__main__.py" else "regraft"
+    return shlex.join([*name.split(), *sys.argv[1:]])
+
+
 app = typer.Typer(
+    cls=Commands,
     name="regraft",
     help="Replace the softmax attention of a pretrained language model, teach the replacement, prove what was kept.",
     no_args_is_help=True,
@@ -89,10 +114,6 @@ def main() -> None:
         if error.errno != errno.ENOSPC:
             _unexpected()
         _fail(UserError("the disk is full", where=str(error.filename or ""), fix="free some space, then repeat"))
-    except KeyboardInterrupt:
-        command = "regraft " + " ".join(sys.argv[1:])
-        print(f"stopped; finished steps and checkpoints are kept. Continue: {command}", file=sys.stderr)
-        sys.exit(130)
     except Exception:
         _unexpected()
 

@@ -6,14 +6,15 @@ from typing import Annotated
 
 import typer
 
-from regraft.cli.common import Json, Set, prepare, show, show_json
+from regraft.cli.common import Device, Json, Remote, Set, prepare, show, show_json
 
 
 def command(
     recipe: Annotated[str, typer.Argument(help="A shipped recipe's name, or a YAML file.")],
     set_: Set = None,
     measure: Annotated[bool, typer.Option("--measure", help="Load the model and time it for the estimate.")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps.")] = "auto",
+    device: Device = "auto",
+    trust_remote_code: Remote = False,
     as_json: Json = False,
 ) -> None:
     """Show what a recipe will do and cost; no weights are read, nothing is written.
@@ -27,7 +28,7 @@ def command(
     from regraft import api
 
     prepare()
-    plan = api.plan(recipe, overrides=set_ or (), measure=measure, device=device)
+    plan = api.plan(recipe, overrides=set_ or (), measure=measure, device=device, trust_remote_code=trust_remote_code)
     if as_json:
         show_json(plan.to_dict())
     else:

@@ -37,8 +37,12 @@ def command(
     from regraft import api
     from regraft.recipes.schema import DataConfig
 
-    if out.exists():
-        raise UserError("the output exists already", where=str(out), fix="remove it, or choose another with -o")
+    figure = out.with_suffix(".svg")
+    for path in (out, figure):
+        if path.exists():
+            raise UserError("the output exists already", where=str(path), fix="remove it, or choose another with -o")
+    if out.suffix != ".json":
+        raise UserError("the choice is written as JSON", where=str(out), fix="give a name that ends in .json")
     options = parse_pairs(option, "--option")
     prepare()
     names = [name.strip() for name in compare.split(",") if name.strip()]
@@ -56,8 +60,9 @@ def command(
         device=device,
         log=say,
     )
-    from regraft.eval.figures import layer_bars
+    from regraft.eval.figures import layer_bars, standalone
     from regraft.select.compare import render
+    from regraft.store import new_file
 
     if names:
         selections, quality = result
@@ -66,9 +71,9 @@ def command(
     else:
         selections, quality, chosen = [result], {}, result
         text = chosen.render()
+    with new_file(figure) as staging:
+        staging.write_text(standalone(layer_bars(chosen.to_dict())), encoding="utf-8")
     chosen.save(out)
-    figure = out.with_suffix(".svg")
-    figure.write_text('<?xml version="1.0" encoding="utf-8"?>\n' + layer_bars(chosen.to_dict()), encoding="utf-8")
     if as_json:
         show_json({"selections": [s.to_dict() for s in selections], "quality": quality, "chosen": chosen.by})
     else:

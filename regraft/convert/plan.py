@@ -191,7 +191,8 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
         + rows * config.hidden_size * depth * 4 * 12  # activations
         + 128 * vocab * 4 * 4  # logits of one chunk, both models
     )
-    disk = int((2 + len(stages)) * total * dtype.itemsize + 3 * trained * 4 * 2)
+    # the stages' models and, at the last one's end, three checkpoints of it with AdamW's moments, or the final model
+    disk = int((2 + len(stages)) * total * dtype.itemsize + 3 * trained * 4 * 3)
     if recipe.convert.mixer == "window_linear" and not recipe.distill:
         notes.append("window_linear needs training: without a stage its far branch stays almost off")
     return Plan(

@@ -109,6 +109,8 @@ class _Run:
         self.rows = PackedText(documents(data), tokenizer, stage.seq_len, bos=data.bos, eos=data.eos, seed=seed)
         self.steps = steps_of(stage, accelerator.num_processes)
         self.config = self._configuration(data)
+        # adapters start at random: the same for a stage that follows another and for one that starts afresh
+        torch.manual_seed(seed)
         self.trainable: Trainable = make_trainable(student, stage)
         self.exact: list[tuple[torch.nn.Parameter, torch.Tensor]] = []  # frozen weights before they were cast
         self._place()

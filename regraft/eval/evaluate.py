@@ -26,24 +26,26 @@ def evaluate(
     data: DataConfig,
     *,
     names: tuple[str, str] = ("student", "teacher"),
+    source: Any = None,
     seed: int = 0,
     include_path: str | None = None,
     log: Callable[[str], None] = print,
 ) -> Results:
     """Quality, recall, speed, tasks and samples of `student` against `teacher`, with both baselines.
 
-    `names`: what to call the two in the file (paths or ids). Baselines need converted layers; without any they are
-    left out.
+    `names`: what to call the two in the file (paths or ids). `source`: the model whose layers were converted, if it is
+    not the teacher; the baselines are made from it. They need converted layers; without any they are left out.
     """
     layers = converted_layers(student)
     depth = len(decoder_layers(student))
-    texts, source = evaluation_texts(data)
+    texts, told = evaluation_texts(data)
     stream = token_stream(tokenizer, texts)
+    own = teacher if source is None else source
     models = {"student": student}
     if config.baselines and layers:
         window = max((m.options.window for m in layers.values() if hasattr(m.options, "window")), default=64)
-        models["sliding_window baseline"] = sliding_window_baseline(teacher, list(layers), window)
-        models["interleave baseline"] = interleave_baseline(teacher, len(layers), window)
+        models["sliding_window baseline"] = sliding_window_baseline(own, list(layers), window)
+        models["interleave baseline"] = interleave_baseline(own, len(layers), window)
     results = Results(model=names[0], teacher=names[1])
     results.layers = {
         "num_layers": depth,
@@ -54,7 +56,7 @@ def evaluate(
         },
     }
     results.protocol = {
-        "text": source,
+        "text": told,
         "dtype": str(student.dtype).removeprefix("torch."),
         "bos": "none",
         "seed": seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,33 @@ def local_tasks(folder: Path) -> list[str]:
     return names
 
 
+def check_tasks(tasks: Sequence[str], include_path: str | None = None) -> None:
+    """UserError for a task that lm-eval does not know, before anything is measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        _manager(tasks, include_path, folder)
+
+
+def _manager(tasks: Sequence[str], include_path: str | None, folder: str) -> tuple[Any, list[str]]:
+    """lm-eval's table of tasks with ours in `folder`, and the names that `tasks` stand for."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None and not Path(include_path).is_dir():
+        raise UserError("no such folder", where=f"--include-path {include_path}", fix="give the folder of your tasks")
+    names = [name for task in tasks for name in (QUICK if task == "quick" else (task,))]
+    local_tasks(Path(folder))
+    manager = TaskManager(include_path=[folder, *([include_path] if include_path else [])])
+    unknown = [name for name in names if name not in manager.all_tasks]
+    if unknown:
+        near = get_close_matches(unknown[0], manager.all_tasks, n=1)
+        hint = f"did you mean '{near[0]}'? " if near else ""
+        raise UserError(
+            f"no task {', '.join(unknown)}",
+            where="--tasks",
+            fix=f"{hint}see: regraft ls tasks (local_* tasks need the evaluation data: REGRAFT_DATA)",
+        )
+    return manager, names
+
+
 def lm_eval_tasks(
     model: Any,
     tokenizer: Any,
@@ -82,19 +110,9 @@ def lm_eval_tasks(
     """
     import lm_eval
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
-    names = [name for task in tasks for name in (QUICK if task == "quick" else (task,))]
     with tempfile.TemporaryDirectory() as folder:
-        local_tasks(Path(folder))
-        manager = TaskManager(include_path=[folder, *([include_path] if include_path else [])])
-        unknown = [name for name in names if name not in manager.all_tasks]
-        if unknown:
-            raise UserError(
-                f"no task {', '.join(unknown)}",
-                where="--tasks",
-                fix="see: regraft ls tasks (local_* tasks need the evaluation data: REGRAFT_DATA)",
-            )
+        manager, names = _manager(tasks, include_path, folder)
         lm = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
         out = lm_eval.simple_evaluate(
             lm,

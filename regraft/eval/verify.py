@@ -6,6 +6,7 @@ Runs on any converted model, on a CPU, on inputs that the model itself produces.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import os
 import subprocess
@@ -14,10 +15,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import StaticCache
 
 from regraft.convert.graft import attention_slots, converted_layers
 from regraft.convert.mixers.base import Mixer
@@ -28,6 +31,7 @@ from regraft.errors import UserError
 
 LIMIT = 2e-4  # largest difference, relative to the largest value compared; fp32 reaches 1e-5
 _EXACT_LENGTH = 48
+_LARGEST_WINDOW = 128  # a wider window is checked on a copy of the layer with this one: the oracle is quadratic
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,10 @@ class VerifyReport:
         lines = []
         for name in dict.fromkeys(c.name for c in self.checks):
             group = [c for c in self.checks if c.name == name]
-            worst = max(group, key=lambda c: math.inf if math.isnan(c.value) else c.value)
+            worst = max(group, key=lambda c: _rank(c.value))
             of = f"{len(group)} layers" if group[0].layer is not None else "model"
             state = "ok  " if all(c.passed for c in group) else "FAIL"
-            lines.append(f"{state}  {name:34} {of:10} worst {worst.value:.1e}  limit {worst.limit:.0e}")
+            lines.append(f"{state}  {name:42} {of:10} worst {worst.value:.1e}  limit {worst.limit:.0e}")
             lines += [
                 f"      {'model' if c.layer is None else f'layer {c.layer}'}: {c.value:.1e} {c.note}"
                 for c in group
@@ -97,26 +101,38 @@ def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @torch.no_grad()
 def verify(model: Any, *, teacher: Any = None, seed: int = 0, reload: bool = True) -> VerifyReport:
-    """Check a grafted causal LM. `teacher` (optional, in memory): nothing may be shared with it.
+    """Check a grafted causal LM, or a checkpoint of one: a folder, or anything that load_source takes.
 
-    `reload`: also save it and load it in a fresh process in which regraft cannot be imported. Computes in fp32 (a
-    bf16 model is checked as an fp32 copy). UserError for a model without converted layers.
+    `teacher` (optional, in memory): nothing may be shared with it. `reload`: also load the folder (or, for a model in
+    memory, a copy saved for the purpose) in a fresh process in which regraft cannot be imported. Computes in fp32 on
+    the CPU (another model is checked as such a copy). UserError for a model without converted layers.
     """
+    folder = None
+    if isinstance(model, str | Path):
+        from regraft.convert.sources import load_source
+
+        folder = Path(model) if Path(model).is_dir() else None
+        model = load_source(str(model), dtype="float32").model
     if not converted_layers(model):
         raise UserError("no layer of this model is converted", fix="verify checks what `regraft convert` writes")
     checks = [*_parameters(model), *_shared(model, teacher)]
     if any(not c.passed for c in checks):
         return VerifyReport(checks)
+    if model.device.type != "cpu" or any(p.dtype != torch.float32 for p in model.parameters()):
+        model = copy.deepcopy(model).to("cpu").float()
     was_training = model.training
-    if model.dtype != torch.float32:
-        model = copy.deepcopy(model).float()
     model.eval()
     generator = torch.Generator().manual_seed(seed)
+    try:
+        longest = max(_length(mixer) for mixer in converted_layers(model).values())
+        inputs = _inputs(model, _ids(model, 1, longest, generator))
+    except Exception as error:
+        return VerifyReport([*checks, _check("runs without an error", None, math.nan, _told(error))])
     for index, mixer in converted_layers(model).items():
-        _collect(checks, _layer(model, index, mixer, generator), index)
+        _collect(checks, _layer(model, index, mixer, *inputs[index]), index)
     _collect(checks, _model(model, generator), None)
     if reload:
-        checks.append(_reload(model, generator))
+        checks.append(_reload(model, folder, generator))
     model.train(was_training)
     return VerifyReport(checks)
 
@@ -127,8 +143,11 @@ def _collect(checks: list[Check], found: Iterator[Check], layer: int | None) -> 
         for check in found:
             checks.append(check)
     except Exception as error:
-        told = f"after '{checks[-1].name}': {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        checks.append(_check("runs without an error", layer, math.nan, told))
+        checks.append(_check("runs without an error", layer, math.nan, f"after '{checks[-1].name}': {_told(error)}"))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
 def _check(name: str, layer: int | None, value: float, note: str = "", limit: float = LIMIT) -> Check:
@@ -152,6 +171,14 @@ def _parameters(model: Any) -> Iterator[Check]:
         if name in fresh and not torch.allclose(buffer.float().cpu(), fresh[name].float().cpu(), rtol=1e-3, atol=1e-7)
     ]
     yield _check("buffers as freshly computed", None, float(len(stale)), ", ".join(stale[:3]), 0)
+    unsaved = [
+        f"layer {i}: {name}"
+        for i, mixer in converted_layers(model).items()
+        for module in mixer.modules()
+        for name in module._non_persistent_buffers_set
+    ]
+    note = f"{', '.join(unsaved[:3])}: uninitialised memory after a reload"
+    yield _check("mixers have no unsaved buffers", None, float(len(unsaved)), note, 0)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     told = bool(model.config.tie_word_embeddings)
     note = f"config says {told}, the model is {'tied' if tied else 'untied'}"
@@ -173,53 +200,84 @@ def _source_base(model: Any) -> Any:
 
 
 def _shared(model: Any, teacher: Any) -> Iterator[Check]:
-    if teacher is None:
-        return
-    places = {p.data_ptr() for p in teacher.parameters()}
-    shared = [name for name, p in model.named_parameters() if p.data_ptr() in places]
-    yield _check("nothing shared with the teacher", None, float(len(shared)), ", ".join(shared[:3]), 0)
+    """Every parameter has memory of its own: training one must change no other, and not the teacher."""
+    own = [(*_span(p), name) for name, p in model.named_parameters() if p.numel()]
+    pairs = _overlaps(own)
+    note = ", ".join(f"{a} and {b}" for a, b in pairs[:3])
+    yield _check("parameters share no memory", None, float(len(pairs)), note, 0)
+    if teacher is not None:
+        theirs = [(*_span(p), "") for p in teacher.parameters() if p.numel()]
+        shared = sorted({a or b for a, b in _overlaps([*own, *theirs]) if bool(a) != bool(b)})
+        yield _check("nothing shared with the teacher", None, float(len(shared)), ", ".join(shared[:3]), 0)
+
+
+def _span(x: torch.Tensor) -> tuple[str, int, int]:
+    """Device and addresses of the first byte of `x` and of the one after its last."""
+    reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    return str(x.device), x.data_ptr(), x.data_ptr() + reach * x.element_size()
+
+
+def _overlaps(spans: list[tuple[str, int, int, str]]) -> list[tuple[str, str]]:
+    """Names of each span that begins before an earlier one has ended, with that one's."""
+    found = []
+    device, end, holder = "", 0, ""
+    for where, start, stop, name in sorted(spans):
+        if where == device and start < end:
+            found.append((holder, name))
+        if where != device or stop > end:
+            device, end, holder = where, stop, name
+    return found
 
 
 class _OneLayerCache:
-    """Just enough of a cache for one mixer."""
+    """Just enough of a cache for one mixer; static with a `size`."""
 
-    def __init__(self, mixer: Mixer):
-        self.layers = {mixer.layer_idx: mixer.cache_layer()}
+    def __init__(self, mixer: Mixer, size: int | None = None):
+        self.layers = {mixer.layer_idx: mixer.cache_layer(size)}
 
 
-def _layer(model: Any, index: int, mixer: Mixer, generator: torch.Generator) -> Iterator[Check]:
+def _length(mixer: Mixer) -> int:
+    """How long a text the checks of one layer use: past the window, and past a block of the kernels."""
+    return 2 * min(getattr(mixer.options, "window", 16), _LARGEST_WINDOW) + 23
+
+
+def _layer(model: Any, index: int, mixer: Mixer, hidden: torch.Tensor, position: Any) -> Iterator[Check]:
     """One mixer by itself, on the hidden states that the model brings to it."""
-    window = getattr(mixer.options, "window", 16)
-    length = min(2 * window + 23, 400)
-    hidden, position = _inputs(model, index, _ids(model, 1, length, generator))
+    length = _length(mixer)
+    hidden, position = hidden[:, :length], tuple(p[:, :length] for p in position)
     plain = Context.plain()
+    yield from _cache_size(index, mixer, hidden, position)
+    if getattr(mixer.options, "window", 0) > _LARGEST_WINDOW:
+        yield _own_window(index, mixer, hidden, position)
+        mixer = copy.deepcopy(mixer)
+        mixer.options = dataclasses.replace(mixer.options, window=_LARGEST_WINDOW)
+    window = getattr(mixer.options, "window", 16)
     whole = mixer.heads(hidden, position, plain)
     inputs = [x.double() for x in mixer.inputs(hidden, position)]
     yield _check("equals its float64 oracle", index, difference(whole, mixer.reference(*inputs)))
     yield from _exact_limit(model, index, mixer, hidden, position)
 
-    def cached(pieces: list[int]) -> torch.Tensor:
-        cache, at, parts = _OneLayerCache(mixer), 0, []
-        for size in pieces:
-            part = slice(at, at + size)
-            parts.append(mixer.heads(hidden[:, part], tuple(p[:, part] for p in position), plain, cache))
-            at += size
-        return torch.cat(parts, 1)
-
     third = length // 3
     pieces = [third, 1, window, length - third - 1 - window] if length > third + 1 + window else [third, length - third]
-    yield _check("prefill in pieces = whole", index, difference(cached(pieces), whole))
-    yield _check("prefill, then steps = whole", index, difference(cached([third] + [1] * (length - third)), whole))
+    yield _check("prefill in pieces = whole", index, difference(_cached(mixer, hidden, position, pieces), whole))
+    # steps across the edge of the window, then the rest at once on the state that they leave; and steps at the end
+    early = max(window - 6, 1)
+    ways = ([early, *[1] * 12, length - early - 12], [length - 18, *[1] * 18])
+    worst = max((difference(_cached(mixer, hidden, position, way), whole) for way in ways), key=_rank)
+    yield _check("prefill, then steps = whole", index, worst)
+    few = [length - 4, 1, 1, 1, 1]
+    yield _check("static cache = whole", index, difference(_cached(mixer, hidden, position, few, length), whole))
 
     hole = min(window, 9)
     for side, real in _paddings(length, hole):
         for fill in (1.0, -2.0):
             padded, turned = _spread(hidden, position, real, fill)
-            out = mixer.heads(padded, turned, Context.of(real[None], None))[:, real]
-            value = difference(out, whole)
+            out = mixer.heads(padded, turned, Context.of(real[None], None))
+            value = difference(out[:, real], whole) if bool(torch.isfinite(out).all()) else math.nan
             if not value <= LIMIT:
                 break
         yield _check(f"{side} padding changes nothing", index, value)
+    yield _check("padded pieces = whole", index, difference(_padded_pieces(mixer, hidden, position, hole), whole))
 
     cut = length // 2
     document = (torch.arange(length) >= cut).long()[None]
@@ -231,16 +289,105 @@ def _layer(model: Any, index: int, mixer: Mixer, generator: torch.Generator) -> 
     again = mixer.heads(other, restarted, Context.of(None, document))[:, cut:]
     yield _check("documents do not leak", index, difference(again, packed), limit=1e-6)
 
-    two = mixer.heads(torch.cat([hidden, hidden.flip(1)]), position, plain)[:1]
-    yield _check("the batch does not matter", index, difference(two, whole))
+    rows = torch.cat([hidden, hidden.flip(1)])
+    both = mixer.heads(rows, position, plain)
+    yield _check("the batch does not matter", index, difference(both[:1], whole))
+    worst = max((_rows_moved(mixer, rows, position, both, move) for move in _MOVES), key=_rank)
+    yield _check("cache rows reordered, repeated, selected", index, worst)
+    yield _check("a padded step changes nothing", index, _padded_step(mixer, rows, position, both))
     cache = _OneLayerCache(mixer)
     mixer.heads(hidden, position, plain, cache)
-    live = sum(t.numel() * t.element_size() for t in cache.layers[index].state)
-    told = get_mixer(mixer.name).cache_bytes(mixer.spec, mixer.options, length, 1, hidden.dtype)
-    yield _check("cache bytes as promised", index, float(abs(live - told)), f"{live} live, {told} promised", 0)
     cache.layers[index].reset()
     after = mixer.heads(hidden, position, plain, cache)
     yield _check("a reset cache is a fresh one", index, difference(after, whole))
+
+
+def _rank(value: float) -> float:
+    """For finding the worst difference: one that is not a number is worse than any."""
+    return math.inf if math.isnan(value) else value
+
+
+def _cached(mixer: Mixer, hidden: torch.Tensor, position: Any, pieces: list[int], static: int | None = None) -> Any:
+    """The outputs when the text comes in pieces, through one cache (a static one with a size)."""
+    cache, at, parts = _OneLayerCache(mixer, static), 0, []
+    for size in pieces:
+        part = slice(at, at + size)
+        parts.append(mixer.heads(hidden[:, part], tuple(p[:, part] for p in position), Context.plain(), cache))
+        at += size
+    return torch.cat(parts, 1)
+
+
+def _cache_size(index: int, mixer: Mixer, hidden: torch.Tensor, position: Any) -> Iterator[Check]:
+    cache = _OneLayerCache(mixer)
+    mixer.heads(hidden, position, Context.plain(), cache)
+    live = sum(t.untyped_storage().nbytes() for t in cache.layers[index].state)
+    told = get_mixer(mixer.name).cache_bytes(mixer.spec, mixer.options, hidden.shape[1], 1, hidden.dtype)
+    yield _check("cache bytes as promised", index, float(abs(live - told)), f"{live} live, {told} promised", 0)
+
+
+def _own_window(index: int, mixer: Mixer, hidden: torch.Tensor, position: Any) -> Check:
+    """Across the edge of a window too wide for the oracle: text repeated beyond it, in pieces and as a whole."""
+    size = mixer.options.window + 24
+    repeat = -(-size // hidden.shape[1])
+    hidden = hidden.repeat(1, repeat, 1)[:, :size]
+    position = tuple(p.repeat(1, repeat, 1)[:, :size] for p in position)
+    whole = mixer.heads(hidden, position, Context.plain())
+    pieces = [mixer.options.window - 3, 12, *[1] * 15]
+    return _check(
+        "its own window, in pieces = whole", index, difference(_cached(mixer, hidden, position, pieces), whole)
+    )
+
+
+def _padded_pieces(mixer: Mixer, hidden: torch.Tensor, position: Any, hole: int) -> torch.Tensor:
+    """The outputs at the real places of a cached prefill in two padded pieces, then steps."""
+    length = hidden.shape[1]
+    cuts = [0, length // 3, length - 4]
+    cache, parts = _OneLayerCache(mixer), []
+    for start, stop in pairwise(cuts):
+        part = slice(start, stop)
+        for side, real in _paddings(stop - start, hole):
+            if side == ("left" if start == 0 else "interior"):
+                padded, turned = _spread(hidden[:, part], tuple(p[:, part] for p in position), real, 1.0)
+                parts.append(mixer.heads(padded, turned, Context.of(real[None], None), cache)[:, real])
+    for t in range(length - 4, length):
+        at = slice(t, t + 1)
+        parts.append(mixer.heads(hidden[:, at], tuple(p[:, at] for p in position), Context.plain(), cache))
+    return torch.cat(parts, 1)
+
+
+# how a cache's rows are moved, and the same on a batch-first tensor of two rows
+_MOVES: tuple[tuple[str, Any, Any], ...] = (
+    ("reorder_cache", torch.tensor([1, 0]), lambda x: x.flip(0)),
+    ("batch_repeat_interleave", 2, lambda x: x.repeat_interleave(2, 0)),
+    ("batch_select_indices", torch.tensor([1]), lambda x: x[1:]),
+)
+
+
+def _rows_moved(mixer: Mixer, rows: torch.Tensor, position: Any, whole: torch.Tensor, move: Any) -> float:
+    """The difference when rows of the cache are moved in the middle of the text, and the rest of the text likewise."""
+    name, argument, same = move
+    cut = 2 * rows.shape[1] // 3
+    cache = _OneLayerCache(mixer)
+    mixer.heads(rows[:, :cut], tuple(p[:, :cut] for p in position), Context.plain(), cache)
+    getattr(cache.layers[mixer.layer_idx], name)(argument)
+    late = tuple(p[:, cut:] for p in position)
+    return difference(mixer.heads(same(rows)[:, cut:], late, Context.plain(), cache), same(whole)[:, cut:])
+
+
+def _padded_step(mixer: Mixer, rows: torch.Tensor, position: Any, whole: torch.Tensor) -> float:
+    """Two rows decoded together, of which the second pauses on a padding token before its last token."""
+    cut = rows.shape[1] - 2
+    cache = _OneLayerCache(mixer)
+    mixer.heads(rows[:, :cut], tuple(p[:, :cut] for p in position), Context.plain(), cache)
+
+    def one(first: int, second: int, write: list[int]) -> torch.Tensor:
+        hidden = torch.stack([rows[0, first], rows[1, second]])[:, None]
+        turned = tuple(torch.stack([p[0, first], p[0, second]])[:, None] for p in position)
+        return mixer.heads(hidden, turned, Context(write=torch.tensor(write)), cache)[:, 0]
+
+    one(cut, 0, [1, 0])
+    last = one(cut + 1, cut, [1, 1])
+    return difference(last, torch.stack([whole[0, cut + 1], whole[1, cut]]))
 
 
 def _exact_limit(model: Any, index: int, mixer: Mixer, hidden: torch.Tensor, position: Any) -> Iterator[Check]:
@@ -287,22 +434,23 @@ def _eager(config: Any) -> Iterator[None]:
 
 def _ids(model: Any, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
     """Random ordinary ids."""
-    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+    return torch.randint(3, model.config.vocab_size, (batch, length), generator=generator)
 
 
-def _inputs(model: Any, index: int, ids: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Hidden states and rotary tables that reach the attention of a layer."""
-    taken: dict[str, Any] = {}
+def _inputs(model: Any, ids: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+    """Hidden states and rotary tables that reach the attention of every layer."""
+    taken: list[tuple[torch.Tensor, Any]] = []
 
     def hook(module: Any, args: Any, kwargs: Any) -> None:
-        taken.update(kwargs)
+        taken.append((kwargs["hidden_states"], kwargs["position_embeddings"]))
 
-    handle = attention_slots(model)[index].register_forward_pre_hook(hook, with_kwargs=True)
+    handles = [slot.register_forward_pre_hook(hook, with_kwargs=True) for slot in attention_slots(model)]
     try:
         model.get_decoder()(input_ids=ids, use_cache=False)
     finally:
-        handle.remove()
-    return taken["hidden_states"], taken["position_embeddings"]
+        for handle in handles:
+            handle.remove()
+    return taken
 
 
 def _paddings(length: int, hole: int) -> list[tuple[str, torch.Tensor]]:
@@ -332,33 +480,66 @@ def _model(model: Any, generator: torch.Generator) -> Iterator[Check]:
     length = min(window + 40, 300)
     ids = _ids(model, 1, length, generator)
     whole = model(input_ids=ids, use_cache=False).logits
-    cache, parts = None, []
-    for piece in ids.split([length - 12, 5, *[1] * 7], dim=1):
-        out = model(input_ids=piece, cache=cache, use_cache=True)
-        cache = out.cache
-        parts.append(out.logits)
-    yield _check("model: cached = whole", None, difference(torch.cat(parts, 1), whole))
-    pad = 7
-    mask = torch.cat([torch.zeros(1, pad), torch.ones(1, length)], 1).long().to(ids.device)
-    for seed in (0, 1):
-        blank = _ids(model, 1, pad, torch.Generator().manual_seed(seed))
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        out = model(input_ids=torch.cat([blank, ids], 1), attention_mask=mask, position_ids=positions, use_cache=False)
-        value = difference(out.logits[:, pad:], whole)
-        if not value <= LIMIT:
-            break
-    yield _check("model: left padding changes nothing", None, value)
+    pieces = ids.split([length - 12, 5, *[1] * 7], dim=1)
+    for name, cache in (("cached", None), ("static cache", StaticCache(model.config, max_cache_len=length))):
+        parts = []
+        for piece in pieces:
+            out = model(input_ids=piece, cache=cache, use_cache=True)
+            cache = out.cache
+            parts.append(out.logits)
+        yield _check(f"model: {name} = whole", None, difference(torch.cat(parts, 1), whole))
+    for side, real in _paddings(length, 7):
+        if side == "interior" and _kept_layers_slide(model):
+            continue  # transformers counts a sliding window in places, padding included
+        for seed in (0, 1):
+            blank = _ids(model, 1, real.numel(), torch.Generator().manual_seed(seed))
+            blank[:, real] = ids
+            mask = real.long()[None]
+            positions = (mask.cumsum(-1) - 1).clamp(min=0)
+            out = model(input_ids=blank, attention_mask=mask, position_ids=positions, use_cache=False)
+            value = difference(out.logits[:, real], whole)
+            if not value <= LIMIT:
+                break
+        yield _check(f"model: {side} padding changes nothing", None, value)
+    yield _check("model: padded batch, cached = alone", None, _padded_batch(model, ids, whole, generator))
     cut = length // 2
-    positions = torch.cat([torch.arange(cut), torch.arange(length - cut)])[None].to(ids.device)
-    packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, cut:]
     alone = model(input_ids=ids[:, cut:], use_cache=False).logits
-    yield _check("model: packed documents = alone", None, difference(packed, alone))
+    positions = torch.cat([torch.arange(cut), torch.arange(length - cut)])[None]
+    edges = torch.tensor([0, cut, length])
+    for name, told in (("", {"position_ids": positions}), (" (cu_seqlens)", {"cu_seqlens": edges})):
+        packed = model(input_ids=ids, use_cache=False, **told).logits[:, cut:]
+        yield _check(f"model: packed documents = alone{name}", None, difference(packed, alone))
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    prompt = ids[:, :20]
-    for name, extra in (("greedy", {}), ("beam", {"num_beams": 2})):
+    prompt = ids[:, : length - 12]
+    for name, extra in (("greedy", {}), ("beam", {"num_beams": 3})):
         told = {"attention_mask": torch.ones_like(prompt), **settings, **extra}
         same = torch.equal(model.generate(prompt, **told), model.generate(prompt, use_cache=False, **told))
         yield _check(f"model: {name} with cache = without", None, float(not same), limit=0)
+
+
+def _kept_layers_slide(model: Any) -> bool:
+    """Whether a layer that is not converted has a sliding window in the source."""
+    view, converted = model.get_decoder().config, converted_layers(model)
+    kept = [slot for i, slot in enumerate(attention_slots(model)) if i not in converted]
+    return any(attention_spec(slot, view).sliding_window is not None for slot in kept)
+
+
+def _padded_batch(model: Any, ids: torch.Tensor, whole: torch.Tensor, generator: torch.Generator) -> float:
+    """A text beside a longer one, left-padded, prefilled and decoded through one cache, against the text alone."""
+    pad, length = 9, ids.shape[1]
+    longer = _ids(model, 1, length + pad, generator)
+    rows = torch.cat([longer, torch.cat([_ids(model, 1, pad, generator), ids], 1)])
+    mask = torch.ones_like(rows)
+    mask[1, :pad] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, parts, at = None, [], 0
+    for size in (length + pad - 5, 1, 1, 3):
+        end = at + size
+        told = {"attention_mask": mask[:, :end], "position_ids": positions[:, at:end], "cache": cache}
+        out = model(input_ids=rows[:, at:end], use_cache=True, **told)
+        cache, at = out.cache, end
+        parts.append(out.logits)
+    return difference(torch.cat(parts, 1)[1:, pad:], whole)
 
 
 _FRESH = """
@@ -378,22 +559,25 @@ save_file({"logits": logits.contiguous()}, sys.argv[3])
 """
 
 
-def _reload(model: Any, generator: torch.Generator) -> Check:
-    """Save, load in a fresh process without regraft, compare logits."""
+def _reload(model: Any, folder: Path | None, generator: torch.Generator) -> Check:
+    """Load the folder (or a fresh save of the model) in a fresh process without regraft, compare logits."""
     from safetensors.torch import load_file, save_file
 
     name = "model: reloads without regraft"
     ids = _ids(model, 1, 90, generator)
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        model.save_pretrained(root / "model")
-        save_file({"ids": ids.cpu()}, root / "ids.safetensors")
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        if folder is None:
+            folder = root / "model"
+            model.save_pretrained(folder)
+        save_file({"ids": ids}, root / "ids.safetensors")
         environment = {**os.environ, "HF_MODULES_CACHE": str(root / "modules"), "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", _FRESH, str(root / "model"), str(root / "ids.safetensors"), str(root / "out")],
+            [sys.executable, "-c", _FRESH, str(folder.resolve()), str(root / "ids.safetensors"), str(root / "out")],
             cwd=root,
             env=environment,
             capture_output=True,
+            stdin=subprocess.DEVNULL,
             text=True,
             check=False,
         )
@@ -401,4 +585,4 @@ def _reload(model: Any, generator: torch.Generator) -> Check:
             last = done.stderr.strip().splitlines()[-1:] or ["no message"]
             return _check(name, None, math.nan, last[0][:200])
         found = load_file(root / "out")["logits"]
-    return _check(name, None, difference(found, model(input_ids=ids, use_cache=False).logits.cpu()))
+    return _check(name, None, difference(found, model(input_ids=ids, use_cache=False).logits))

@@ -6,9 +6,12 @@ Pydantic models only; nothing here imports torch. Mixer options stay raw dicts (
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 SCHEMA_VERSION = 1
 
@@ -28,10 +31,40 @@ def parse_size(value: Any) -> Any:
 Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0)]
 
 
-class Strict(BaseModel):
-    """Base: unknown keys are errors, values are frozen."""
+def parse_layer_text(value: Any) -> Any:
+    """`layers: 9` and `layers: [0, 2]` as the grammar's text: YAML makes numbers and lists of what people write."""
+    if isinstance(value, list) and value and all(type(item) is int for item in value):
+        return ",".join(map(str, value))
+    return str(value) if type(value) is int else value
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+
+class Strict(BaseModel):
+    """Base: unknown keys are errors, values are frozen, infinity and NaN are no numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a recipe was written, so that what is found wrong later can still be told at file and line.
+
+    `lines`: line of every key, by its path; `changed`: the --set argument that gave a key. No part of what a recipe
+    says: any two are equal.
+    """
+
+    name: str = field(default="recipe", compare=False)
+    lines: Mapping[tuple[Any, ...], int] = field(default_factory=dict, compare=False)
+    changed: Mapping[tuple[Any, ...], str] = field(default_factory=dict, compare=False)
+
+    def place(self, path: tuple[Any, ...]) -> str:
+        """`--set key` if that gave `path` or a part of it, else `file:line` of its deepest part that the file has."""
+        upwards = [path[:n] for n in range(len(path), 0, -1)]
+        below = [key for key in self.changed if path and key[: len(path)] == path]
+        for key in [*upwards, *below]:
+            if key in self.changed:
+                return f"--set {self.changed[key]}"
+        line = next((self.lines[key] for key in upwards if key in self.lines), 1)
+        return f"{self.name}:{line}" if self.lines else self.name
 
 
 class DataConfig(Strict):
@@ -57,13 +90,15 @@ class LayersConfig(Strict):
 
     by: str = "align"
     keep: int | None = Field(default=None, ge=0)
-    layers: str | None = None
+    layers: Annotated[str | None, BeforeValidator(parse_layer_text)] = None
     tokens: Size = 4096
 
     @model_validator(mode="after")
     def _one_way(self) -> LayersConfig:
         if self.by == "list" and self.layers is None:
             raise ValueError("by: list needs `layers`, for example layers: 0-14")
+        if self.by == "list" and self.keep is not None:
+            raise ValueError("`keep` is not read with by: list; leave it out (--set layers.keep=null)")
         if self.by != "list" and self.layers is not None:
             raise ValueError("`layers` is only read with by: list")
         if self.by != "list" and self.keep is None:
@@ -197,6 +232,12 @@ class Recipe(Strict):
         default_factory=lambda: {"train": DataConfig(split="train"), "eval": DataConfig(split="heldout")}
     )
     eval: EvalConfig = Field(default_factory=EvalConfig)
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    @property
+    def origin(self) -> Origin:
+        """Where it was written."""
+        return self._origin
 
     @field_validator("version")
     @classmethod
@@ -209,8 +250,9 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _names_exist(self) -> Recipe:
-        names = [*((s.data, f"distill[{i}].data") for i, s in enumerate(self.distill)), (self.eval.data, "eval.data")]
-        for name, where in names:
+        names = [(("distill", i, "data"), stage.data) for i, stage in enumerate(self.distill)]
+        for path, name in [*names, (("eval", "data"), self.eval.data)]:
             if name not in self.data:
-                raise ValueError(f"{where}: no data source '{name}'; known: {', '.join(sorted(self.data))}")
+                told = f"no data source '{name}'; known: {', '.join(sorted(self.data))}"
+                raise PydanticCustomError("no_such_data", "{told}", {"told": told, "path": path})
         return self

@@ -322,13 +322,3 @@ def test_a_source_layer_that_slides_keeps_its_own_reach(tiny_model, grafted, nam
         return
     x = ids(2, 40)
     torch.testing.assert_close(grafted(teacher, name, **options)(x).logits, teacher(x).logits, atol=2e-5, rtol=1e-4)
-
-
-@every_mixer
-def test_a_static_cache_longer_than_the_window(tiny_llama, grafted, name):
-    """The first layer is converted and the text outgrows its window: the kept layers' mask has the cache's length."""
-    model = grafted(tiny_llama(), name, layers=[0, 2], **SMALL[name])
-    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    x = ids(2, 14)
-    static = model.generate(x, cache_implementation="static", disable_compile=True, **settings)
-    assert torch.equal(static, model.generate(x, **settings))

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from regraft.convert.graft import converted_layers
+from regraft.convert.graft import cast_parameters, converted_layers
 from regraft.convert.mixers import sliding_window as sw_mixer
 from regraft.convert.mixers import window_linear as wl_mixer
+from regraft.convert.model import factory
+from regraft.convert.model.cache import MixerCacheLayer
 from regraft.convert.model.context import Context
 from regraft.errors import UserError
 from regraft.eval.verify import verify
@@ -38,9 +40,34 @@ def test_a_right_model_passes(tiny_model, grafted, family):
     assert "checks passed" in report.summary()
 
 
-def test_it_reloads_in_a_fresh_process(model):
-    report = verify(model)
-    assert report.passed and any(c.name == "model: reloads without regraft" for c in report.checks)
+def test_a_folder_reloads_in_a_fresh_process(model, tmp_path):
+    """The folder itself is loaded there: a mistake in its code, which regraft's own does not have, is found."""
+    model.save_pretrained(tmp_path / "m")
+    report = verify(tmp_path / "m")
+    assert report.passed and report.checks[-1].name == "model: reloads without regraft"
+    code = tmp_path / "m" / "regraft_convert_mixers_sliding_window.py"
+    code.write_text(code.read_text().replace('"scale": spec.scaling', '"scale": 2 * spec.scaling'))
+    failed = [c for c in verify(str(tmp_path / "m")).checks if not c.passed]
+    assert [c.name for c in failed] == ["model: reloads without regraft"]
+
+
+def test_a_bf16_model_is_checked_as_it_is_and_left_as_it_was(model):
+    cast_parameters(model, torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = verify(model.train(), reload=False)
+    assert report.passed and model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_wide_window_is_checked_across_its_own_edge(tiny_llama, grafted, monkeypatch):
+    model = grafted(tiny_llama(), "sliding_window", layers=[2], window=150)
+    assert not failures(model)
+    wide_only = lambda k: {**k, "scale": k["scale"] * (1.2 if k["window"] > 128 and k["state"] else 1)}  # noqa: E731
+    break_chunk(monkeypatch, wide_only, module=sw_mixer)
+    broken = failures(model)
+    assert {name for name, layer in broken if layer is not None} == {"its own window, in pieces = whole"}
+    assert ("model: cached = whole", None) in broken
 
 
 def break_chunk(monkeypatch, change, module=wl_mixer, name="chunk"):
@@ -127,6 +154,131 @@ def test_the_wrong_rotary_layout(model, monkeypatch):
     broken = failures(model)
     assert ("exact limit = source attention", 1) in broken
     assert ("exact limit = source attention", 2) not in broken
+
+
+@pytest.mark.parametrize("method", ["reorder_cache", "batch_repeat_interleave", "batch_select_indices"])
+def test_a_cache_that_does_not_follow_its_rows(model, monkeypatch, method):
+    """The rows are moved, their window is not."""
+    original = getattr(MixerCacheLayer, method)
+
+    def partly(self, argument):
+        before = self.state.keys
+        original(self, argument)
+        rows = self.state.keys.shape[0]
+        self.state = self.state._replace(keys=before.repeat(2, 1, 1, 1)[:rows])
+
+    monkeypatch.setattr(MixerCacheLayer, method, partly)
+    broken = failures(model)
+    assert {("cache rows reordered, repeated, selected", 1), ("cache rows reordered, repeated, selected", 2)} <= broken
+    assert {name for name, layer in broken if layer is not None} == {"cache rows reordered, repeated, selected"}
+
+
+def test_a_reset_that_leaves_the_state(model, monkeypatch):
+    monkeypatch.setattr(MixerCacheLayer, "reset", lambda self: None)
+    assert {name for name, _ in failures(model)} == {"a reset cache is a fresh one"}
+
+
+def test_a_padded_step_that_writes(model, monkeypatch):
+    break_chunk(monkeypatch, lambda k: {**k, "lengths": None}, name="one_step")
+    names = {name for name, _ in failures(model)}
+    assert names == {"a padded step changes nothing"}
+
+
+def test_a_static_cache_as_long_as_the_window(tiny_llama, grafted, monkeypatch):
+    """A layer that answers mask questions with its own window, not with the length of the whole cache."""
+    model = grafted(tiny_llama(), "sliding_window", layers=[0], window=8)
+    original = MixerCacheLayer.get_mask_sizes
+    monkeypatch.setattr(
+        MixerCacheLayer, "get_mask_sizes", lambda self, n: (8, 0) if self.max_cache_len else original(self, n)
+    )
+    report = verify(model, reload=False)
+    failed = [c for c in report.checks if not c.passed]
+    assert len(failed) == 1 and "after 'model: cached = whole'" in failed[0].note
+
+
+def test_a_static_state_that_is_written_short(model, monkeypatch):
+    original = MixerCacheLayer.update_state
+
+    def lazy(self, state, tokens):
+        if self.max_cache_len is not None and self.state is not None:
+            state = state._replace(kv=self.state.kv.clone())
+        original(self, state, tokens)
+
+    monkeypatch.setattr(MixerCacheLayer, "update_state", lazy)
+    assert {name for name, _ in failures(model)} == {"static cache = whole", "model: static cache = whole"}
+
+
+def test_positions_that_a_cache_counts_wrongly(tiny_llama, grafted, monkeypatch):
+    """All layers converted: the position of the next token comes from our own counter."""
+    model = grafted(tiny_llama(), "window_linear", window=8)
+    monkeypatch.setattr(MixerCacheLayer, "get_seq_length", lambda self: max(self.cumulative_length - 1, 0))
+    names = failures(model)
+    assert ("model: cached = whole", None) in names and not any(layer is not None for _, layer in names)
+
+
+def test_sinks_that_count_from_the_padding(model, monkeypatch):
+    """Padding squeezed out only behind the text: the first tokens of a left-padded row are not its sinks."""
+    original = ragged.build
+
+    def trailing_only(real, document):
+        left = real is not None and not bool(real[:, 0].all())
+        return original(None if left else real, document)
+
+    monkeypatch.setattr("regraft.convert.model.context.build", trailing_only)
+    names = {name for name, _ in failures(model)}
+    assert {"left padding changes nothing", "padded pieces = whole", "model: padded batch, cached = alone"} <= names
+    assert not {"right padding changes nothing", "interior padding changes nothing"} & names
+
+
+def test_explicit_boundaries_that_are_ignored(model, monkeypatch):
+    monkeypatch.setattr(
+        factory, "documents_from_boundaries", lambda edges, b, t: (torch.zeros(b, t).long(), torch.arange(t)[None])
+    )
+    assert {name for name, _ in failures(model)} == {"model: packed documents = alone (cu_seqlens)"}
+
+
+def test_a_mask_that_is_dropped_for_kept_layers(model, monkeypatch):
+    original = factory._read_mask
+    monkeypatch.setattr(factory, "_read_mask", lambda *a: (*original(*a)[:2], None))
+    broken = failures(model)
+    assert ("model: left padding changes nothing", None) in broken and not any(layer is not None for _, layer in broken)
+
+
+def test_an_unsaved_buffer(model):
+    converted_layers(model)[2].register_buffer("slopes", torch.ones(4), persistent=False)
+    report = verify(model, reload=False)
+    assert [c.name for c in report.checks if not c.passed] == ["mixers have no unsaved buffers"]
+    assert "layer 2: slopes" in report.render()
+
+
+def test_two_parameters_in_one_memory(model):
+    fused = torch.randn(2, 64, 64)
+    model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(fused[0])
+    model.model.layers[3].self_attn.q_proj.weight = torch.nn.Parameter(fused[1])
+    assert not failures(model)  # neighbours do not overlap
+    model.model.layers[3].self_attn.q_proj.weight = torch.nn.Parameter(
+        fused.view(-1)[64:].as_strided((64, 64), (64, 1))
+    )
+    assert failures(model) == {("parameters share no memory", None)}
+
+
+def test_tied_where_the_config_says_untied(model):
+    model.lm_head.weight = model.model.embed_tokens.weight
+    assert failures(model) == {("embeddings tied as configured", None)}
+
+
+def test_a_model_that_raises_has_failed(model, monkeypatch):
+    def stop(*a, **k):
+        raise RuntimeError("out of tricks")
+
+    monkeypatch.setattr(wl_mixer, "one_step", stop)
+    report = verify(model, reload=False)
+    failed = [c for c in report.checks if not c.passed]
+    assert {c.layer for c in failed} == {1, 2, None} and all("out of tricks" in c.note for c in failed)
+    assert "after 'exact limit = source attention'" in failed[0].note
+    monkeypatch.setattr(wl_mixer, "chunk", stop)
+    report = verify(model, reload=False)
+    assert not report.passed and "out of tricks" in report.render()
 
 
 def test_a_stale_buffer(model):

@@ -13,7 +13,9 @@ from safetensors.torch import save_file
 
 from regraft.convert.export import bundle
 from regraft.convert.sources import load_source
+from regraft.distill.loop import run_stage
 from regraft.errors import UserError
+from regraft.recipes.schema import AlignStage, DataConfig
 
 LOAD_ALL = """
 import json, sys, torch
@@ -55,7 +57,21 @@ print("TOLD" + json.dumps(told))
 """
 
 
-def test_exports_load_in_a_fresh_process_without_regraft(tiny_model, tiny_llama, grafted, tmp_path):
+def checkpoint_of_a_training(teacher, student, tokenizer, folder):
+    """The newest checkpoint of a short alignment, as it lies on the disk while training goes on."""
+    text = folder / "text.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"line {i} of a short text " * 4}) for i in range(40)))
+    stage = AlignStage(stage="align", tokens=192, seq_len=48, lr=1e-2, warmup=1, checkpoint_every=2)
+    settings = {
+        "data": DataConfig(source=str(text), split="all"),
+        "out_dir": folder / "stage",
+        "log": lambda line: None,
+    }
+    run_stage(stage, student=student, teacher=teacher, tokenizer=tokenizer, **settings)
+    return max((folder / "stage").glob("checkpoint-*"))
+
+
+def test_exports_load_in_a_fresh_process_without_regraft(tiny_model, tiny_llama, tiny_tokenizer, grafted, tmp_path):
     from regraft.convert.graft import cast_parameters
 
     options = {"window": 6, "sinks": 2}
@@ -73,6 +89,15 @@ def test_exports_load_in_a_fresh_process_without_regraft(tiny_model, tiny_llama,
         ids = torch.randint(3, 128, (2, 25))
         with torch.no_grad():
             save_file({"ids": ids, "logits": model(ids).logits.contiguous()}, tmp_path / f"{name}.out")
+    teacher = tiny_llama(vocab=260)
+    trained = grafted(teacher, "window_linear", layers=[1], feature_dim=8, **options)
+    checkpoint_of_a_training(teacher, trained, tiny_tokenizer, tmp_path).rename(tmp_path / "training")
+    models["training"] = load_source(str(tmp_path / "training")).model
+    with torch.no_grad():
+        save_file({"ids": ids, "logits": models["training"](ids).logits.contiguous()}, tmp_path / "training.out")
+    assert not torch.equal(
+        models["training"].model.layers[1].self_attn.feature_q, trained.model.layers[1].self_attn.feature_q
+    )
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", LOAD_ALL, str(tmp_path), ",".join(models)],

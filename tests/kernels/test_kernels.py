@@ -59,7 +59,7 @@ def run_chunk(name, q, k, v, raw, log_far, map_keys, near, **more):
 def run_naive(name, q, k, v, raw, log_far, map_keys, near):
     if name == "sliding_window":
         return sliding_window.naive(q, k, v, **near)[0]
-    return window_linear.naive(q, k, v, raw.softmax(-1), log_far, map_keys=map_keys, **near)
+    return window_linear.naive(q, k, v, raw.softmax(-1), log_far, map_keys=map_keys, **near)[0]
 
 
 both = pytest.mark.parametrize("name", ["sliding_window", "window_linear"])

@@ -3,7 +3,7 @@
 import pytest
 
 from regraft.errors import UserError
-from regraft.recipes.load import check_recipe, dump, json_schema, load_recipe, parse_recipe, shipped
+from regraft.recipes.load import changed_text, check_recipe, dump, json_schema, load_recipe, parse_recipe, shipped
 from regraft.recipes.schema import Recipe, parse_size
 
 GOOD = """\
@@ -61,7 +61,11 @@ def test_numbers_as_people_write_them():
         ("by: align, keep: 4", "by: align", 5, "needs `keep`"),
         ("    lr: 1e-4", "    lr: 1e-4\n    train: lora", 8, "belong together"),
         ("    lr: 1e-4", "    lr: 1e-4\n    kl: 0", 8, "nothing to train on"),
-        ("    lr: 1e-4", "    lr: 1e-4\n    data: other", 1, "no data source 'other'"),
+        ("    lr: 1e-4", "    lr: 1e-4\n    data: other", 11, "distill.1.data: no data source 'other'"),
+        ("by: align, keep: 4", "by: list, layers: 0-3, keep: 4", 5, "not read with by: list"),
+        ("keep: 4", "keep: 4, keep: 5", 5, "given twice, first in line 5"),
+        ("lr: 1e-2", "lr: .inf", 7, "finite number"),
+        ("by: align, keep: 4", "by: list, layers: 0,2", 5, "needs quotes"),
     ],
 )
 def test_a_mistake_is_told_at_its_line(old, new, line, told):
@@ -118,3 +122,89 @@ def test_the_json_schema_names_every_field():
 
     schema = json.loads(json_schema())
     assert set(schema["properties"]) == set(Recipe.model_fields)
+
+
+@pytest.mark.parametrize(
+    "old,new,place,told",
+    [
+        ("window_linear", "window_liner", "my.yaml:4", "convert.mixer: unknown mixer 'window_liner'"),
+        (
+            "{window: 32}",
+            "{window: 32,\n    windw: 3}",
+            "my.yaml:5",
+            "convert.options.windw: mixer window_linear has no",
+        ),
+        (
+            "{window: 32}",
+            "{sinks: 4,\n    window: 0}",
+            "my.yaml:5",
+            "convert.options.window: mixer window_linear: window",
+        ),
+        ("by: align", "by: algn", "my.yaml:5", "layers.by: unknown selector 'algn'"),
+    ],
+)
+def test_what_the_registries_refuse_is_told_at_its_line(old, new, place, told):
+    with pytest.raises(UserError) as caught:
+        check_recipe(parse_recipe(GOOD.replace(old, new), "my.yaml"))
+    assert caught.value.where == place and caught.value.what.startswith(told), caught.value
+    assert len(caught.value.lines()) == 3
+    assert "Traceback" not in str(caught.value)
+
+
+def test_an_override_is_told_as_such_later_too():
+    recipe = parse_recipe(GOOD, "my.yaml", ["convert.options.windw=3"])
+    with pytest.raises(UserError) as caught:
+        check_recipe(recipe)
+    assert caught.value.where == "--set convert.options.windw"
+    # a contradiction that an override brings in names the override; another mistake does not
+    with pytest.raises(UserError) as caught:
+        parse_recipe(GOOD, "my.yaml", ["layers.by=list"])
+    assert caught.value.where == "--set layers.by"
+    with pytest.raises(UserError) as caught:
+        parse_recipe(GOOD + "    data: other\n", "my.yaml", ["seed=1"])
+    assert caught.value.where == "my.yaml:11"
+
+
+def test_layers_as_people_write_them():
+    for written, meant in (("9", "9"), ("[0, 2]", "0,2"), ("0-3", "0-3"), ("'SL'", "SL"), ("'0,2'", "0,2")):
+        recipe = parse_recipe(GOOD.replace("{by: align, keep: 4}", f"{{by: list, layers: {written}}}"), "x")
+        assert recipe.layers.layers == meant
+    assert parse_recipe(GOOD, "x", ["layers={by: list, layers: 3}"]).layers.layers == "3"
+
+
+def test_overrides_are_written_into_the_text_and_the_comments_stay():
+    load_text = (shipped()["quickstart"]).read_text()
+    sets = [
+        "layers.keep=8",
+        "distill.0.lr=1e-3",
+        "seed=7",
+        "eval.limit=5",
+        "data.eval.field=body",
+        "convert.options={}",
+    ]
+    text = changed_text(load_text, "q", sets)
+    assert parse_recipe(text, "x") == parse_recipe(load_text, "q", sets)
+    assert [line for line in text.splitlines() if "#" in line] == [x for x in load_text.splitlines() if "#" in x]
+    # keys that are not there yet, in block and flow mappings and below missing ones; values in every style
+    block = GOOD + "eval:\n  # which\n  protocols: [core]\n  tasks:\n    - a\n    - b\n"
+    for sets in (
+        ["distill.1.lora.r=4", "distill.1.train=lora"],
+        ["eval.windows=3"],
+        ["eval.tasks=[c]"],
+        ["title='a: b # c'"],
+        ["data={train: {split: all}, eval: {}}"],
+        ["data.eval.bos=true", "data.train.source=corpus"],
+    ):
+        text = changed_text(block, "x", sets)
+        assert parse_recipe(text, "x") == parse_recipe(block, "x", sets), text
+        assert "# which" in text
+    anchored = GOOD.replace("lr: 1e-2", "lr: &rate 1e-2").replace("lr: 1e-4", "lr: *rate")
+    assert parse_recipe(anchored, "x").distill[1].lr == 1e-2
+    with pytest.raises(UserError, match="layout"):
+        changed_text(anchored, "x", ["distill.1.lr=3e-3"])
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "r.yaml").write_bytes(b"name: \xff\xfe\n")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_recipe(str(tmp_path / "r.yaml"))

@@ -116,7 +116,7 @@ class WindowLinear(Mixer):
         q, k, v = inputs
         fq, log_far = (x.double() for x in self.map_queries(q))
         near = near_settings(self.spec, self.options)
-        return naive(q.double(), k.double(), v.double(), fq, log_far, map_keys=self.map_keys, **near)
+        return naive(q.double(), k.double(), v.double(), fq, log_far, map_keys=self.map_keys, **near)[0]
 
     def exact_options(self, length: int) -> WindowLinearOptions:
         """A window that covers the text."""

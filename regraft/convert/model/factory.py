@@ -110,16 +110,16 @@ class GraftedModelMixin:
                 raise ValueError(f"the cache has {len(cache.layers)} layers, the model {len(self.layers)}")
             cache.layers = DynamicCache(config=self.config).layers
             cache.layer_class_to_replicate = None
-        # a static sliding layer is only as long as its window: the longest layer tells the length of the whole cache
+        # a static sliding layer is no longer than its window: the longest layer tells the length of the whole cache
         sizes = [getattr(layer, "max_cache_len", None) for layer in cache.layers]
-        longest = max((size for size in sizes if size is not None), default=None)
+        size = max((size for size in sizes if size is not None), default=None)
         for index, mixer in converted.items():
             layer = cache.layers[index]
             if isinstance(layer, MixerCacheLayer):
                 continue
             if getattr(layer, "is_initialized", False):
                 raise ValueError(f"cache layer {index} already holds keys of another model: pass a fresh cache")
-            cache.layers[index] = mixer.cache_layer(longest)
+            cache.layers[index] = mixer.cache_layer(size)
         return cache
 
     def forward(
