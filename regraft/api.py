@@ -114,15 +114,14 @@ def select(
     """
     import tempfile
 
-    import torch
-
     from regraft.convert.graft import attention_slots, fitting_layers, graft
     from regraft.convert.mixers.registry import get_mixer, parse_options
     from regraft.convert.sources import load_source
+    from regraft.data.packing import calibration_rows, token_stream
     from regraft.data.text import documents
     from regraft.distill.loop import run_stage
     from regraft.eval.divergence import compare as measure
-    from regraft.eval.divergence import token_stream, windows
+    from regraft.eval.divergence import windows
     from regraft.recipes.schema import AlignStage
     from regraft.select.compare import student_of
     from regraft.select.registry import Calibration, get_selector, select_layers
@@ -160,9 +159,7 @@ def select(
                     log=log,
                 )
             student, errors = done.student, done.layer_error
-        stream = token_stream(loaded.tokenizer, list(documents(data))[::-1][:40])
-        count = max(1, min(tokens // 512, stream.numel() // 512))
-        rows = torch.as_tensor(stream[: count * 512]).view(count, -1)
+        rows = calibration_rows(loaded.tokenizer, list(documents(data)), tokens)
     selections = []
     for selector in selectors:
         calibration = None if rows is None else Calibration(teacher, student, rows, errors)
@@ -195,7 +192,7 @@ def distill(
     UserError if `out` holds anything but this stage's own files. Returns the StageResult.
     """
     from regraft.convert.graft import converted_layers
-    from regraft.convert.sources import load_source
+    from regraft.convert.sources import load_source, load_tokenizer
     from regraft.distill.loop import run_stage
     from regraft.store import new_folder
 
@@ -210,19 +207,23 @@ def distill(
     student = load_source(str(ref), device=device)
     if not converted_layers(student.model):
         raise UserError("no layer of this model is converted", where=str(ref), fix="convert it first: regraft convert")
-    source = load_source(teacher, device=device)
-    if stage.stage == "align" and _shape(source.model) != _shape(student.model):
-        raise UserError(
-            "align fits layers to the ones they replace, and this teacher has layers of other shapes",
-            where=teacher,
-            fix="give the model that the student was made from, or use stage: logits",
-        )
+    if stage.stage == "finetune":
+        model, teacher_tokenizer = None, load_tokenizer(teacher)
+    else:
+        source = load_source(teacher, device=device)
+        model, teacher_tokenizer = source.model, source.tokenizer
+        if stage.stage == "align" and _shape(model) != _shape(student.model):
+            raise UserError(
+                "align fits layers to the ones they replace, and this teacher has layers of other shapes",
+                where=teacher,
+                fix="give the model that the student was made from, or use stage: logits",
+            )
     result = run_stage(
         stage,
         student=student.model,
-        teacher=None if stage.stage == "finetune" else source.model,
+        teacher=model,
         tokenizer=student.tokenizer,
-        teacher_tokenizer=source.tokenizer,
+        teacher_tokenizer=teacher_tokenizer,
         data=data or DataConfig(),
         out_dir=out,
         seed=seed,

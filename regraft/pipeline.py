@@ -20,7 +20,6 @@ from regraft.store import Store, check_space, copy_folder, key_of
 
 PIPELINE_FORMAT = 2
 STEPS = ("align", "select", "distill", "eval", "verify", "report")
-_CALIBRATION_LENGTH = 512
 
 
 @dataclass(frozen=True)
@@ -382,6 +381,8 @@ class _Pipeline:
         """Choose the layers, put the kept ones back, and write layers.json."""
         from regraft.convert.graft import converted_layers, ungraft
         from regraft.convert.layers import parse_layers
+        from regraft.data.packing import calibration_rows
+        from regraft.data.text import documents
         from regraft.select.registry import Calibration, Selection, get_selector, given, select_layers
 
         layers, mixer, step = self.recipe.layers, self.recipe.convert.mixer, self.selecting
@@ -394,7 +395,9 @@ class _Pipeline:
                 else:
                     calibration = None
                     if get_selector(layers.by).needs_data:
-                        rows = self._calibration_rows(self._calibration_data(), layers.tokens)
+                        rows = calibration_rows(
+                            self.source.tokenizer, list(documents(self._calibration_data())), layers.tokens
+                        )
                         calibration = Calibration(self.source.model, self._load_student(), rows, errors)
                     chosen = select_layers(layers.by, int(layers.keep or 0), self._depth(), mixer, options, calibration)
                 chosen.save(folder / "layers.json")
@@ -412,28 +415,6 @@ class _Pipeline:
         """The text that selectors measure on: that of the first stage, else the recipe's first source."""
         names = [*(stage.data for stage in self.recipe.distill), *self.recipe.data]
         return self.recipe.data[names[0]]
-
-    def _calibration_rows(self, data: Any, tokens: int) -> Any:
-        """Rows for selectors that measure: training text, from its far end so that stage 1 has hardly seen it."""
-        import torch
-
-        from regraft.data.text import documents
-        from regraft.eval.divergence import token_stream
-
-        texts = list(documents(data))[::-1]
-        picked, size = [], 0
-        for text in texts:
-            picked.append(text)
-            size += len(text)
-            if size > 8 * tokens + 8 * _CALIBRATION_LENGTH:
-                break
-        stream = token_stream(self.source.tokenizer, picked)
-        rows = max(1, tokens // _CALIBRATION_LENGTH)
-        if stream.numel() < rows * _CALIBRATION_LENGTH:
-            rows = stream.numel() // _CALIBRATION_LENGTH
-        if rows == 0:
-            raise UserError("too little text to calibrate on", where="data", fix="give at least 512 tokens")
-        return torch.as_tensor(stream[: rows * _CALIBRATION_LENGTH]).view(rows, _CALIBRATION_LENGTH)
 
     def _evaluate(self, key: str) -> Any:
         from regraft.eval.evaluate import evaluate

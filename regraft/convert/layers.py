@@ -103,6 +103,11 @@ def _is_file_name(text: str) -> bool:
     return bool(text) and "\n" not in text and not _PATTERN.match(text) and Path(text).is_file()
 
 
+def evenly(num_layers: int, count: int) -> list[int]:
+    """`count` of `num_layers` layers, as evenly spaced as they can be."""
+    return [(2 * i + 1) * num_layers // (2 * count) for i in range(count)]
+
+
 def layer_strip(converted: Iterable[int], num_layers: int) -> str:
     """One letter a layer: S softmax, L converted."""
     chosen = set(converted)

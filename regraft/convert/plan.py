@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from regraft.convert.layers import layer_strip, parse_layers, ruler
+from regraft.convert.layers import evenly, layer_strip, parse_layers, ruler
 from regraft.errors import UserError
 from regraft.recipes.schema import AlignStage, Recipe
 
@@ -160,7 +160,7 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
                 f"keep {recipe.layers.keep} of {depth} layers leaves nothing to convert", where="layers.keep"
             )
         if recipe.layers.by == "uniform":
-            kept = {(2 * i + 1) * depth // (2 * recipe.layers.keep) for i in range(recipe.layers.keep)}
+            kept = evenly(depth, recipe.layers.keep)
             converted = [i for i in range(depth) if i not in kept]
     count = len(converted) if converted is not None else depth - int(recipe.layers.keep or 0)
     chosen = converted if converted is not None else fit[:count]

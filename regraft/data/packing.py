@@ -7,8 +7,9 @@ positions at 0, which is how softmax layers and mixers alike are told to isolate
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -106,6 +107,35 @@ class PackedText:
         self._ids = torch.cat([self._ids, *pieces])
         self._starts = torch.cat([self._starts, *starts])
         self._epochs += 1
+
+
+def token_stream(tokenizer: Any, texts: Iterable[str]) -> torch.Tensor:
+    """All documents as one stream of ids, joined by blank lines, without BOS, EOS or other special tokens."""
+    ids: list[int] = []
+    joint = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
+    for number, text in enumerate(texts):
+        if number:
+            ids += joint
+        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids)
+
+
+def calibration_rows(tokenizer: Any, texts: Sequence[str], tokens: int, length: int = 512) -> torch.Tensor:
+    """About `tokens` tokens as rows [N, length] for selectors that measure; UserError if the text gives no row.
+
+    Taken from the far end of `texts`, in whole documents.
+    """
+    wanted = max(1, tokens // length) * length
+    ids: list[torch.Tensor] = []
+    for text in reversed(texts):
+        ids.append(token_stream(tokenizer, [text]))
+        if sum(map(len, ids)) >= wanted:
+            break
+    stream = torch.cat(ids) if ids else torch.empty(0, dtype=torch.int64)
+    rows = min(stream.numel(), wanted) // length
+    if rows == 0:
+        raise UserError("too little text to calibrate on", where="data", fix=f"give at least {length} tokens")
+    return stream[: rows * length].view(rows, length)
 
 
 def _special(tokenizer, kind: str) -> int:

@@ -349,7 +349,10 @@ class _Run:
 
     @torch.no_grad()
     def _layer_errors(self) -> dict[int, float]:
-        """Error left per layer, on rows that come after the training rows."""
+        """Relative error per layer, on rows that come after the training rows.
+
+        Relative whatever the stage's loss is: absolute errors do not compare between layers of different size.
+        """
         layers = converted_layers(self.student)
         totals = dict.fromkeys(layers, 0.0)
         first = self.steps * self._rows_per_step()
@@ -359,7 +362,7 @@ class _Run:
             context = Context.of(None, documents_from_positions(batch.position_ids))
             for index, mixer in layers.items():
                 hidden, position, target = taps[index]
-                totals[index] += align_loss(self.stage.loss, mixer.heads(hidden, position, context), target).item()
+                totals[index] += align_loss("mse_over_variance", mixer.heads(hidden, position, context), target).item()
         return {index: total / _ERROR_ROWS for index, total in totals.items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:

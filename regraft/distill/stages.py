@@ -47,7 +47,7 @@ def make_trainable(student: Any, stage: AnyStage) -> Trainable:
         raise UserError(
             "no layer is converted: there is nothing to train", fix="convert layers first (regraft convert)"
         )
-    peft_model = _attach_lora(student, stage, mixers) if stage.train == "lora" else None
+    peft_model = _attach_lora(student, stage) if stage.train == "lora" else None
     fresh = {id(p) for mixer in mixers.values() for _, p in new_parameters(mixer)}
     inside = {id(p) for mixer in mixers.values() for p in mixer.parameters()}
     new, rest = {}, {}
@@ -98,7 +98,7 @@ def _linears(student: Any) -> list[str]:
     return [name for name, child in mixer.named_children() if isinstance(child, nn.Linear)]
 
 
-def _attach_lora(student: Any, stage: AnyStage, mixers: dict[int, Mixer]) -> Any:
+def _attach_lora(student: Any, stage: AnyStage) -> Any:
     import peft
 
     settings = stage.lora

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from regraft.convert.graft import decoder_layers, graft
+from regraft.convert.layers import evenly
 from regraft.convert.mixers.registry import parse_options
 
 SINKS = 4
@@ -17,11 +18,6 @@ def sliding_window_baseline(teacher: Any, layers: Sequence[int], window: int, si
     return graft(teacher, {i: ("sliding_window", options) for i in layers}).model
 
 
-def interleaved(depth: int, count: int) -> list[int]:
-    """`count` of `depth` layers, as evenly spaced as they can be."""
-    return [(2 * i + 1) * depth // (2 * count) for i in range(count)]
-
-
 def interleave_baseline(teacher: Any, count: int, window: int, sinks: int = SINKS) -> Any:
     """As `sliding_window_baseline`, on `count` evenly spaced layers instead of chosen ones."""
-    return sliding_window_baseline(teacher, interleaved(len(decoder_layers(teacher)), count), window, sinks)
+    return sliding_window_baseline(teacher, evenly(len(decoder_layers(teacher)), count), window, sinks)

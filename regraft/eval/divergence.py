@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -34,17 +34,6 @@ def evaluation_texts(data: DataConfig) -> tuple[list[str], str]:
         with (root / name).open(encoding="utf-8") as handle:
             texts += [json.loads(line)[field] for line in handle]
     return texts, "wikitext2/test_pages + text/valid_00"
-
-
-def token_stream(tokenizer: Any, texts: Iterable[str]) -> torch.Tensor:
-    """All documents as one stream of ids, joined by blank lines, without BOS, EOS or other special tokens."""
-    ids: list[int] = []
-    joint = tokenizer("\n\n", add_special_tokens=False)["input_ids"]
-    for number, text in enumerate(texts):
-        if number:
-            ids += joint
-        ids += tokenizer(text, add_special_tokens=False)["input_ids"]
-    return torch.tensor(ids)
 
 
 def windows(protocol: str, stream: torch.Tensor, count: int | None = None) -> torch.Tensor:

@@ -7,9 +7,10 @@ from typing import Any
 
 from regraft.convert.graft import converted_layers, decoder_layers
 from regraft.convert.mixers.sliding_window import window_bytes
+from regraft.data.packing import token_stream
 from regraft.eval.baselines import SINKS, interleave_baseline, sliding_window_baseline
 from regraft.eval.bench import bench
-from regraft.eval.divergence import compare, evaluation_texts, ids_hash, token_stream, windows
+from regraft.eval.divergence import compare, evaluation_texts, ids_hash, windows
 from regraft.eval.environment import environment
 from regraft.eval.harness import lm_eval_tasks
 from regraft.eval.recall import recall

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from regraft.convert.graft import converted_layers, decoder_layers
+from regraft.convert.layers import evenly
 from regraft.data.packing import Batch
 from regraft.distill.loop import teacher_taps
 from regraft.distill.losses import Head, align_loss
@@ -16,7 +17,7 @@ _CHUNK = 128
 
 def uniform_scores(calibration: Any, num_layers: int, keep: int) -> dict[int, float]:
     """1 for `keep` evenly spaced layers, 0 for the others."""
-    kept = {(2 * i + 1) * num_layers // (2 * keep) for i in range(keep)}
+    kept = evenly(num_layers, keep)
     return {i: float(i in kept) for i in range(num_layers)}
 
 

@@ -297,3 +297,24 @@ def test_schedules():
     constant = stage.model_copy(update={"schedule": "constant"})
     assert learning_rate(constant, 0.1, 49, 50) == 0.1
     assert steps_of(stage) == 25 and steps_of(stage, 2) == 13
+
+
+def test_a_second_alignment_goes_on_from_the_first(pair, tiny_tokenizer, text, tmp_path):
+    """Starts are chosen for a far branch that was never trained; a trained one is not thrown away."""
+    teacher, student = pair()
+    first = train(AlignStage(**ALIGN), student, teacher, tiny_tokenizer, text, tmp_path / "1")
+    learnt = converted_layers(first.student)[1].far_logit.clone()
+    still = AlignStage(**{**ALIGN, "tokens": 48, "lr": 1e-9, "warmup": 0})
+    second = train(still, first.student, teacher, tiny_tokenizer, text, tmp_path / "2")
+    torch.testing.assert_close(converted_layers(second.student)[1].far_logit, learnt, atol=1e-6, rtol=0)
+
+
+def test_the_error_that_chooses_layers_is_relative_whatever_the_loss(pair, tiny_tokenizer, text, tmp_path):
+    """The same untrained student gives the same errors, so layers of different size compare."""
+    errors = []
+    for loss in ("mse_over_variance", "mse", "l2norm"):
+        teacher, student = pair()
+        stage = AlignStage(**{**ALIGN, "tokens": 48, "lr": 1e-9, "warmup": 0}, loss=loss)
+        errors.append(train(stage, student, teacher, tiny_tokenizer, text, tmp_path / loss).layer_error)
+    for other in errors[1:]:
+        assert other == pytest.approx(errors[0], rel=1e-4)

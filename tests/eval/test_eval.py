@@ -6,11 +6,13 @@ import math
 import pytest
 import torch
 
+from regraft.convert.layers import evenly
+from regraft.data.packing import token_stream
 from regraft.data.synthetic import RecallItem
 from regraft.errors import UserError
-from regraft.eval.baselines import interleaved, sliding_window_baseline
+from regraft.eval.baselines import sliding_window_baseline
 from regraft.eval.bench import bench, cache_bytes
-from regraft.eval.divergence import compare, token_stream, windows
+from regraft.eval.divergence import compare, windows
 from regraft.eval.evaluate import evaluate
 from regraft.eval.recall import recall, score
 from regraft.eval.results import Results, mean_and_stderr
@@ -89,8 +91,8 @@ def test_recall_runs_all_models_on_the_same_items(tiny_llama, tiny_tokenizer):
 
 
 def test_baselines(tiny_llama):
-    assert interleaved(30, 15) == list(range(1, 30, 2))
-    assert interleaved(4, 1) == [2] and interleaved(5, 5) == [0, 1, 2, 3, 4]
+    assert evenly(30, 15) == list(range(1, 30, 2))
+    assert evenly(4, 1) == [2] and evenly(5, 5) == [0, 1, 2, 3, 4]
     teacher = tiny_llama()
     model = sliding_window_baseline(teacher, [1, 2], 7)
     assert model.config.regraft["mixers"]["1"] == {"name": "sliding_window", "options": {"window": 7, "sinks": 4}}

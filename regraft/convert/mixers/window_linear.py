@@ -123,7 +123,9 @@ class WindowLinear(Mixer):
         return replace(self.options, window=max(length, self.options.window))
 
     def start_candidates(self) -> list[dict[str, torch.Tensor]]:
-        """Far weights from nearly off to strong."""
+        """Far weights from nearly off to strong; none once they have been trained."""
+        if bool((self.far_logit != self.options.start).any()):
+            return []
         return [{"far_logit": torch.full_like(self.far_logit, value)} for value in (-12.0, -8.0, -6.0, -4.0, -2.0, 0.0)]
 
     @classmethod
