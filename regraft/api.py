@@ -218,6 +218,17 @@ def distill(
                 where=teacher,
                 fix="give the model that the student was made from, or use stage: logits",
             )
+    measured: Callable[[Any], dict[str, Any]] | None = None
+    if stage.eval_every:
+        if model is None:
+            model = load_source(teacher, device=device).model
+        heldout = (data or DataConfig()).model_copy(update={"split": "heldout"})
+
+        def measured(trained: Any) -> dict[str, Any]:
+            from regraft.eval.evaluate import measure
+
+            return measure(trained, model, student.tokenizer, EvalConfig(), heldout, seed)
+
     result = run_stage(
         stage,
         student=student.model,
@@ -228,6 +239,7 @@ def distill(
         out_dir=out,
         seed=seed,
         device=device,
+        measure=measured,
         log=log,
     )
     size = sum(p.numel() * p.element_size() for p in result.student.parameters())

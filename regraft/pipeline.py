@@ -341,6 +341,7 @@ class _Pipeline:
                     out_dir=folder / "train",
                     seed=recipe.seed,
                     device=self.device,
+                    measure=self._measure,
                     log=lambda line: self.log("            " + line),
                 )
                 result.student.save_pretrained(folder / "model")
@@ -370,6 +371,13 @@ class _Pipeline:
         if (path / "adapter").is_dir():
             copy_folder(path / "adapter", self.folder / "adapter")
         return record
+
+    def _measure(self, student: Any) -> dict[str, float]:
+        from regraft.eval.evaluate import measure
+
+        recipe = self.recipe
+        data = recipe.data[recipe.eval.data]
+        return measure(student, self.teacher.model, self.source.tokenizer, recipe.eval, data, recipe.seed)
 
     def _gather_metrics(self) -> None:
         """All stages' steps in one file, beside the files per stage."""

@@ -267,3 +267,27 @@ def test_ctrl_c_says_how_to_go_on(recipe_text, tmp_path):
     typed = shlex.split(last.partition("Continue: ")[2])
     assert typed[:3] == ["python", "-m", "regraft"] and typed[3:] == command[3:]
     assert list(tmp_path.glob(".store/0-align-*.partial/train/checkpoint-*"))
+
+
+def test_quality_is_measured_while_training_and_changes_nothing(recipe_text, tmp_path, monkeypatch):
+    """`eval_every`: the rows stand in the metrics and the report, in an adapter's stage too, and the weights are those
+    of a run without.
+    """
+    lora = ["distill.1.train=lora", "distill.1.lora={r: 2}"]
+    measured = [*lora, "distill.0.eval_every=640", "distill.1.eval_every=1280"]
+    done = go(recipe_text(), tmp_path / "a" / "run", overrides=measured, upto="eval")
+    rows = [json.loads(line) for line in (done.folder / "metrics-1-logits.jsonl").read_text().splitlines()]
+    found = {row["step"]: row["heldout"] for row in rows if "heldout" in row}
+    assert sorted(found) == [20, 32], "every 1280 tokens of 64 a step, and at the end"
+    first = [json.loads(line) for line in (done.folder / "metrics-0-align.jsonl").read_text().splitlines()]
+    assert sorted(row["step"] for row in first if "heldout" in row) == [10, 20, 30, 32]
+    assert set(rows[0]["before"]) == {"kl", "top1", "ppl_ratio", "copy", "passkey", "associative"}
+    student = next(q for q in done.results.quality if q.name == "student")
+    assert found[32]["kl"] == pytest.approx(student.kl, rel=1e-4), "the last one is the model that is written"
+    plain = go(recipe_text(), tmp_path / "b" / "run", overrides=lora, upto="distill")
+    assert same(stored(tmp_path / "a"), stored(tmp_path / "b")) and plain.results is None
+
+    from regraft.eval.report import report
+
+    page = report([done.folder]).with_suffix(".md").read_text()
+    assert "Quality against tokens" in page and f"| {found[32]['kl']:.4f} |" in page

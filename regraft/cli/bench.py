@@ -39,7 +39,7 @@ def command(
         lines.append(
             f"{r.name:8} context {r.context:6}  prefill {r.prefill_tok_s:8.0f} tok/s (spread {r.prefill_spread:.0%})  "
             f"decode {r.decode_tok_s:6.1f} tok/s (spread {r.decode_spread:.0%})  "
-            f"cache {r.cache_bytes / 2**20:8.1f} MiB ({r.cache_dtype})  n {r.repeats}"
+            f"cache {r.cache_bytes / 2**20:8.1f} MiB ({r.cache_dtype})  n {r.prefill_repeats} + {r.repeats}"
         )
     for context in sizes:
         pair = {r.name: r for r in rows if r.context == context}

@@ -101,10 +101,21 @@ def associative_task(tokenizer: Any, haystack: Sequence[int], length: int, seed:
     return RecallItem(torch.tensor(ids), [[p + length - len(tail) for p in answer] for answer in relative])
 
 
-TASKS: dict[str, Callable[[Any, Sequence[int], int, int], RecallItem]] = {
-    "copy": copy_task,
-    "passkey": passkey_task,
-    "associative": associative_task,
+@dataclass(frozen=True)
+class RecallTask:
+    """A generator of items, and how many one-answer items one of its items is worth.
+
+    Answers of one item are not independent (they share its text), so that is fewer than its answers.
+    """
+
+    make: Callable[[Any, Sequence[int], int, int], RecallItem]
+    worth: int
+
+
+TASKS = {
+    "copy": RecallTask(copy_task, 4),
+    "passkey": RecallTask(passkey_task, 1),
+    "associative": RecallTask(associative_task, 2),
 }
 
 

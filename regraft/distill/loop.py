@@ -82,10 +82,12 @@ def run_stage(
     seed: int = 0,
     device: str | None = "cpu",
     teacher_tokenizer: Any = None,
+    measure: Callable[[Any], dict[str, Any]] | None = None,
     log: Callable[[str], None] = print,
 ) -> StageResult:
     """Train `student` in place as `stage` says; resumes by itself from the newest checkpoint in `out_dir`.
 
+    `measure` (student -> numbers) is called every `stage.eval_every` tokens; its numbers go into metrics.jsonl.
     `teacher` is frozen and never saved (None for a fine-tuning stage). UserError if `out_dir` holds a checkpoint of
     another configuration (the difference is told), if a loss is not finite, or if the tokenizers differ.
     """
@@ -96,16 +98,17 @@ def run_stage(
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=pick_device(device) == "cpu")
-    run = _Run(stage, student, teacher, tokenizer, data, Path(out_dir), seed, accelerator, log)
+    run = _Run(stage, student, teacher, tokenizer, data, Path(out_dir), seed, accelerator, measure, log)
     return run.train()
 
 
 class _Run:
     """One stage being trained."""
 
-    def __init__(self, stage, student, teacher, tokenizer, data, out_dir, seed, accelerator, log):
+    def __init__(self, stage, student, teacher, tokenizer, data, out_dir, seed, accelerator, measure, log):
         self.stage, self.student, self.teacher, self.tokenizer = stage, student, teacher, tokenizer
         self.out_dir, self.seed, self.accelerator, self.log = out_dir, seed, accelerator, log
+        self.measure = measure if stage.eval_every else None
         self.rows = PackedText(documents(data), tokenizer, stage.seq_len, bos=data.bos, eos=data.eos, seed=seed)
         self.steps = steps_of(stage, accelerator.num_processes)
         self.config = self._configuration(data)
@@ -120,7 +123,7 @@ class _Run:
     def _configuration(self, data: DataConfig) -> dict[str, Any]:
         """Everything that decides the result; a checkpoint of a different one is refused."""
         return {
-            "stage": self.stage.model_dump(mode="json", exclude={"checkpoint_every"}),
+            "stage": self.stage.model_dump(mode="json", exclude={"checkpoint_every", "eval_every"}),
             "seed": self.seed,
             "data": self.rows.fingerprint(),
             "mixers": self.student.config.regraft["mixers"],
@@ -172,8 +175,10 @@ class _Run:
         value = math.nan
         with metrics.open("a", encoding="utf-8") as out:
             for step in self._progress(first):
+                before = self._measured(0) if step == 0 else {}
                 row = self._step(step)
                 value = row["loss"]
+                row |= {**({"before": before} if before else {}), **self._measured(step + 1)}
                 if self.accelerator.is_main_process:
                     out.write(json.dumps(row) + "\n")
                     out.flush()
@@ -187,6 +192,22 @@ class _Run:
         tokens = self.steps * self._rows_per_step() * self.stage.seq_len
         seconds = time.perf_counter() - began
         return StageResult(self.student, self.steps, tokens, value, errors, self.start_error, seconds, metrics)
+
+    def _measured(self, done: int) -> dict[str, Any]:
+        """What `measure` finds after `done` steps, where it is due: at the start, every `eval_every`, at the end."""
+        if self.measure is None or not self.accelerator.is_main_process:
+            return {}
+        tokens = self._rows_per_step() * self.stage.seq_len
+        due = done * tokens // self.stage.eval_every > (done - 1) * tokens // self.stage.eval_every
+        if not (due or done == self.steps):
+            return {}
+        self.student.eval()
+        with self._merged():
+            found = self.measure(self.student)
+        self.student.train()
+        told = ", ".join(f"{key} {value:.4g}" for key, value in found.items())
+        self.log(f"held-out text after {done * tokens} tokens: {told}")
+        return {"heldout": found} if done else found
 
     def _rows_per_step(self) -> int:
         return self.stage.batch_size * self.stage.accumulate * self.accelerator.num_processes

@@ -35,14 +35,19 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
             yield from _tensors(part)
 
 
+# seconds of prefill at one context after which its further rounds are left out: at 8k one round takes a minute
+_PREFILL_SECONDS = 20.0
+
+
 @torch.no_grad()
 def bench(
     models: Mapping[str, Any], contexts: Iterable[int], *, repeats: int = 3, new_tokens: int = 16, seed: int = 0
 ) -> list[Speed]:
     """Prefill and decode speed and live cache bytes of every model at every context length.
 
-    Per context: one untimed round, then `repeats` rounds in which the models take turns: a prefill of random ids in one
-    call, then `new_tokens` single steps on its cache. Medians; spread is (max - min) / median.
+    Per context, after an untimed short round, `repeats` rounds in which the models take turns: a prefill of random ids
+    in one call, then `new_tokens` single steps on its cache. Once prefill has taken 20 s, later rounds decode only, on
+    the cache that is there; `prefill_repeats` says how many there were. Medians; spread is (max - min) / median.
     """
     rows = []
     generator = torch.Generator().manual_seed(seed)
@@ -52,24 +57,21 @@ def bench(
         prefill: dict[str, list[float]] = {name: [] for name in models}
         decode: dict[str, list[float]] = {name: [] for name in models}
         size: dict[str, int] = {}
-        for turn in range(repeats + 1):
+        last: dict[str, Any] = {}
+        for model in models.values():
+            _decode(model, _prefill(model, ids[:, :128])[0], 2)
+        began = time.perf_counter()
+        for turn in range(repeats):
+            again = turn == 0 or time.perf_counter() - began < _PREFILL_SECONDS
             for name, model in models.items():
-                tokens = ids.to(model.device)
-                began = _now(model)
-                out = model(input_ids=tokens, use_cache=True, logits_to_keep=1)
-                middle = _now(model)
-                size[name] = cache_bytes(out.cache)
-                token = out.logits[:, -1:].argmax(-1)
-                steps = 2 if turn == 0 else new_tokens
-                started = _now(model)
-                for _ in range(steps):
-                    out = model(input_ids=token, cache=out.cache, use_cache=True)
-                    token = out.logits[:, -1:].argmax(-1)
-                ended = _now(model)
-                if turn:
-                    prefill[name].append(context / (middle - began))
-                    decode[name].append(steps / (ended - started))
-                del out
+                if again:
+                    last.pop(name, None)  # never two caches of one model
+                    last[name], seconds = _prefill(model, ids)
+                    prefill[name].append(context / seconds)
+                    size[name] = cache_bytes(last[name].cache)
+            for name, model in models.items():
+                last[name], seconds = _decode(model, last[name], new_tokens)
+                decode[name].append(new_tokens / seconds)
         for name, model in models.items():
             rows.append(
                 Speed(
@@ -82,9 +84,27 @@ def bench(
                     cache_bytes=size[name],
                     cache_dtype=str(model.dtype).removeprefix("torch."),
                     repeats=repeats,
+                    prefill_repeats=len(prefill[name]),
                 )
             )
     return rows
+
+
+def _prefill(model: Any, ids: torch.Tensor) -> tuple[Any, float]:
+    """The model's output on `ids`, and the seconds it took."""
+    ids = ids.to(model.device)
+    began = _now(model)
+    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    return out, _now(model) - began
+
+
+def _decode(model: Any, out: Any, steps: int) -> tuple[Any, float]:
+    """The output after `steps` greedy tokens more, and the seconds they took."""
+    began = _now(model)
+    for _ in range(steps):
+        token = out.logits[:, -1:].argmax(-1)
+        out = model(input_ids=token, cache=out.cache, use_cache=True)
+    return out, _now(model) - began
 
 
 def _now(model: Any) -> float:

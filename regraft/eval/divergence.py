@@ -17,6 +17,7 @@ from regraft.recipes.schema import DataConfig
 
 # protocol -> (number of windows, tokens per window)
 PROTOCOLS = {"core": (40, 512), "long": (8, 2048)}
+_BATCH_TOKENS = 2048  # of a pass through a decoder: a few short windows at a time are a third faster than one by one
 _CHUNK = 128  # tokens whose logits over the whole vocabulary exist at one time
 
 
@@ -71,36 +72,35 @@ def compare(teacher: Any, models: Mapping[str, Any], ids: torch.Tensor, protocol
     same: dict[str, list[float]] = {name: [] for name in names}
     teacher_head = Head.of(teacher)
     heads = {name: Head.of(model) for name, model in models.items()}
-    for row in ids:
-        row = row[None].to(teacher.device)
-        final = teacher.get_decoder()(input_ids=row, use_cache=False).last_hidden_state[0, :-1]
+    for rows in ids.split(max(1, _BATCH_TOKENS // ids.shape[1])):
         finals = {
-            name: model.get_decoder()(input_ids=row.to(model.device), use_cache=False).last_hidden_state[0, :-1]
-            for name, model in models.items()
+            name: model.get_decoder()(input_ids=rows.to(model.device), use_cache=False).last_hidden_state[:, :-1]
+            for name, model in {"teacher": teacher, **models}.items()
         }
-        labels = row[0, 1:]
-        sums = {name: torch.zeros(3, dtype=torch.float64) for name in names}
-        for start in range(0, labels.numel(), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            reference = teacher_head(final[part]).log_softmax(-1)
-            weight = reference.exp()
+        for number, row in enumerate(rows.to(teacher.device)):
+            labels = row[1:]
+            sums = {name: torch.zeros(3, dtype=torch.float64) for name in names}
+            for start in range(0, labels.numel(), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                reference = teacher_head(finals["teacher"][number, part]).log_softmax(-1)
+                weight, likeliest = reference.exp(), reference.argmax(-1)
+                for name in names:
+                    found = reference
+                    if name != "teacher":
+                        found = heads[name](finals[name][number, part]).log_softmax(-1).to(reference.device)
+                    # cancel before summing: a model that equals its teacher has a KL of exactly 0
+                    sums[name] += torch.stack(
+                        [
+                            (weight * (reference - found)).sum(dtype=torch.float64),
+                            -found.gather(1, labels[part, None]).sum(dtype=torch.float64),
+                            (found.argmax(-1) == likeliest).sum(dtype=torch.float64),
+                        ]
+                    ).cpu()
             for name in names:
-                found = reference
-                if name != "teacher":
-                    found = heads[name](finals[name][part]).log_softmax(-1).to(reference.device)
-                # cancel before summing: a model that equals its teacher has a KL of exactly 0
-                sums[name] += torch.stack(
-                    [
-                        (weight * (reference - found)).sum(dtype=torch.float64),
-                        -found.gather(1, labels[part, None]).sum(dtype=torch.float64),
-                        (found.argmax(-1) == reference.argmax(-1)).sum(dtype=torch.float64),
-                    ]
-                ).cpu()
-        for name in names:
-            divergence, loss, agreed = (sums[name] / labels.numel()).tolist()
-            kl[name].append(divergence)
-            nll[name].append(loss)
-            same[name].append(agreed)
+                divergence, loss, agreed = (sums[name] / labels.numel()).tolist()
+                kl[name].append(divergence)
+                nll[name].append(loss)
+                same[name].append(agreed)
     base = mean_and_stderr(nll["teacher"])[0]
     results = []
     for name in names:

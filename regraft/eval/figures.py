@@ -144,6 +144,29 @@ def training(stages: Mapping[str, Sequence[Mapping[str, Any]]]) -> Any:
     return figure
 
 
+@_styled
+def while_training(points: Sequence[tuple[int, Mapping[str, float]]], tasks: Sequence[str]) -> Any:
+    """KL, and beside it recall by task, against the tokens trained on."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    figure, axes = _plot(9.0 if tasks else 5.5, 2.8, 2 if tasks else 1)
+    tokens = [at for at, _ in points]
+    axes[0].plot(tokens, [found["kl"] for _, found in points], "o-", color=CONVERTED, markersize=4)
+    axes[0].set_ylabel("KL to the teacher")
+    for task, marker in zip(tasks, "os^Dvp", strict=False):
+        axes[1].plot(tokens, [found[task] for _, found in points], marker=marker, markersize=4, label=task)
+        axes[1].set_ylabel("share recalled")
+        axes[1].legend()
+    for axis in axes:
+        axis.set_ylim(bottom=0)
+        axis.set_xlim(left=0)
+        axis.set_xlabel("tokens")
+        axis.xaxis.set_major_locator(MaxNLocator(5))
+        axis.xaxis.set_major_formatter(FuncFormatter(_amount))
+        axis.grid(axis="y")
+    return figure
+
+
 def _smooth(values: Sequence[float]) -> list[float]:
     """Exponential mean over about a tenth of the run (2 to 20 steps), unbiased at the start."""
     share = 1 - 1 / min(max(len(values) / 10, 2), 20)

@@ -42,7 +42,10 @@ class Recall:
 
 @dataclass(frozen=True)
 class Speed:
-    """One model at one context length: tokens per second (median of `repeats`), live cache bytes, peak memory."""
+    """One model at one context length: tokens per second (medians), live cache bytes.
+
+    `repeats`: rounds of decoding; `prefill_repeats`: of prefill, fewer where it is slow.
+    """
 
     name: str
     context: int
@@ -53,6 +56,7 @@ class Speed:
     cache_bytes: int
     cache_dtype: str
     repeats: int
+    prefill_repeats: int
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,7 @@ def sections(
         *_quality(results, missing),
         *_layers(selection),
         *_training(stages),
+        *_while_training(stages, results),
         *_recall(results, missing),
         *_speed(results, missing),
         *_tasks(results, missing),
@@ -198,6 +199,36 @@ def _training(stages: dict[str, list[dict[str, Any]]]) -> list[Section]:
     return [Section("Training", "training", head, rows, figures.training(stages), f"{note}; thick line smoothed.")]
 
 
+def _while_training(stages: dict[str, list[dict[str, Any]]], results: Results) -> list[Section]:
+    """What `eval_every` measured, over the tokens of all stages."""
+    points: list[tuple[str, int, dict[str, float]]] = []
+    trained = 0
+    for title, metrics in stages.items():
+        points += [(title, trained, metrics[0]["before"])] if "before" in metrics[0] else []
+        points += [(title, trained + row["tokens"], row["heldout"]) for row in metrics if "heldout" in row]
+        trained += metrics[-1]["tokens"]
+    if not points:
+        return []
+    tasks = [key for key in points[0][2] if key not in ("kl", "top1", "ppl_ratio")]
+    head = ["stage", "tokens", "KL", "perplexity ratio", "top-1", *tasks]
+    rows = [
+        [
+            title,
+            f"{tokens:,}",
+            f"{found['kl']:.4f}",
+            f"{found['ppl_ratio']:.3f}",
+            f"{found['top1']:.3f}",
+            *(f"{found[task]:.3f}" for task in tasks),
+        ]
+        for title, tokens, found in points
+    ]
+    length = min((r.length for r in results.recall), default=None)
+    note = "On fewer windows than the table of quality. A new stage starts from the model that the one before wrote"
+    note += f"; recall at {length} tokens." if tasks and length else "."
+    figure = figures.while_training([(tokens, found) for _, tokens, found in points], tasks)
+    return [Section("Quality against tokens", "tokens", head, rows, figure, note)]
+
+
 def _recall(results: Results, missing: list[str]) -> list[Section]:
     if not results.recall:
         missing.append("Not measured: recall.")
@@ -237,7 +268,7 @@ def _speed(results: Results, missing: list[str]) -> list[Section]:
         Section(
             "Cache and speed",
             "speed",
-            ["model", "context", "cache, MiB", "prefill, tokens/s", "decode, tokens/s", "repeats"],
+            ["model", "context", "cache, MiB", "prefill, tokens/s", "decode, tokens/s", "rounds"],
             [
                 [
                     r.name,
@@ -245,7 +276,7 @@ def _speed(results: Results, missing: list[str]) -> list[Section]:
                     f"{r.cache_bytes / 2**20:.1f} ({r.cache_dtype})",
                     f"{r.prefill_tok_s:.0f} (spread {r.prefill_spread:.0%})",
                     f"{r.decode_tok_s:.1f} (spread {r.decode_spread:.0%})",
-                    str(r.repeats),
+                    f"{r.prefill_repeats} + {r.repeats}",
                 ]
                 for r in results.speed
             ],

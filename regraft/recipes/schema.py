@@ -116,6 +116,8 @@ class LoraConfig(Strict):
 
 
 class _Training(Strict):
+    """What all stages have. `eval_every`: tokens between measurements of the student on held-out text."""
+
     tokens: Size
     seq_len: Size = 512
     batch_size: int = Field(default=1, gt=0)
@@ -129,6 +131,7 @@ class _Training(Strict):
     clip: float | None = Field(default=1.0, gt=0)
     data: str = "train"
     checkpoint_every: int = Field(default=50, gt=0)
+    eval_every: Size | None = None
     gradient_checkpointing: bool = False
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -199,7 +202,7 @@ class ConvertConfig(Strict):
 class EvalConfig(Strict):
     """What is measured at the end: protocols, recall lengths, lm-eval tasks, and speed by context.
 
-    `recall_samples`: items a task at the shortest length; longer ones get fewer, at equal cost.
+    `recall_samples`: pass-key items at the shortest length; longer ones, and tasks with more answers an item, get fewer.
     """
 
     protocols: list[Literal["core", "long"]] = ["core"]

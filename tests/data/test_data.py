@@ -143,10 +143,10 @@ def test_too_little_text_is_refused(tiny_tokenizer):
 @pytest.mark.parametrize("length", [300, 512, 777])
 def test_recall_items_are_exact_and_deterministic(tiny_tokenizer, task, length):
     haystack = tiny_tokenizer(" ".join(f"item {i} of many" for i in range(200)))["input_ids"]
-    item = TASKS[task](tiny_tokenizer, haystack, length, 7)
+    item = TASKS[task].make(tiny_tokenizer, haystack, length, 7)
     assert item.ids.numel() == length
-    assert torch.equal(item.ids, TASKS[task](tiny_tokenizer, haystack, length, 7).ids)
-    assert not torch.equal(item.ids, TASKS[task](tiny_tokenizer, haystack, length, 8).ids)
+    assert torch.equal(item.ids, TASKS[task].make(tiny_tokenizer, haystack, length, 7).ids)
+    assert not torch.equal(item.ids, TASKS[task].make(tiny_tokenizer, haystack, length, 8).ids)
     assert item.answers and all(0 < p < length for answer in item.answers for p in answer)
     text = tiny_tokenizer.decode(item.ids.tolist())
     for answer in item.answers:
@@ -156,4 +156,4 @@ def test_recall_items_are_exact_and_deterministic(tiny_tokenizer, task, length):
 
 def test_a_recall_task_without_room_says_so(tiny_tokenizer):
     with pytest.raises(ValueError, match="needs"):
-        TASKS["passkey"](tiny_tokenizer, [5] * 100, 20, 0)
+        TASKS["passkey"].make(tiny_tokenizer, [5] * 100, 20, 0)

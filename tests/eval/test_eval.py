@@ -57,27 +57,40 @@ def test_windows_are_the_protocols_and_come_from_the_whole_text(tiny_tokenizer):
 
 
 class Oracle(torch.nn.Module):
-    """A model that predicts the next token of the item right, except where told otherwise."""
+    """A model that predicts the next token of the items right, except where told otherwise."""
 
     device = torch.device("cpu")
 
-    def __init__(self, ids, wrong=()):
+    def __init__(self, wrong=()):
         super().__init__()
-        self.ids, self.wrong = ids, set(wrong)
+        self.wrong = set(wrong)
 
     def forward(self, input_ids, use_cache, logits_to_keep):
-        logits = torch.zeros(1, len(logits_to_keep), 200)
-        for row, p in enumerate(logits_to_keep.tolist()):
-            right = int(self.ids[p + 1])
-            logits[0, row, right if p + 1 not in self.wrong else right + 1] = 1.0
+        logits = torch.zeros(len(input_ids), len(logits_to_keep), 200)
+        for row, ids in enumerate(input_ids):
+            for i, p in enumerate(logits_to_keep.tolist()):
+                right = int(ids[p + 1])
+                logits[row, i, right + 1 if (row, p + 1) in self.wrong else right] = 1.0
         return type("Out", (), {"logits": logits})
 
 
 def test_recall_counts_an_answer_only_if_all_its_tokens_are_right():
-    item = RecallItem(torch.arange(50), [[10, 11], [20], [30, 31, 32]])
-    assert score(Oracle(item.ids), item) == [True, True, True]
-    assert score(Oracle(item.ids, {11}), item) == [False, True, True]
-    assert score(Oracle(item.ids, {30, 20}), item) == [True, False, False]
+    items = [
+        RecallItem(torch.arange(50), [[10, 11], [20], [30, 31, 32]]),
+        RecallItem(torch.arange(50) + 3, [[12, 13], [40]]),
+    ]
+    assert score(Oracle(), items) == [[True, True, True], [True, True]]
+    assert score(Oracle({(0, 11), (1, 10)}), items) == [[False, True, True], [True, True]]
+    assert score(Oracle({(0, 30), (0, 20), (1, 40)}), items) == [[True, False, False], [True, False]]
+
+
+def test_recall_asks_more_of_tasks_with_one_answer(tiny_llama, tiny_tokenizer):
+    model, text = tiny_llama(vocab=260, max_position_embeddings=2048), list(range(4, 104)) * 30
+    rows = recall({"m": model}, tiny_tokenizer, text, [300, 600], 16)
+    answers = {(r.task, r.length): r.n for r in rows}
+    assert answers["passkey", 300] == 16 and answers["passkey", 600] == 8
+    assert answers["associative", 300] == 8 * 4 and answers["associative", 600] == 4 * 4
+    assert answers["copy", 300] == 4 * 119 and answers["copy", 600] == 4 * 239
 
 
 def test_recall_runs_all_models_on_the_same_items(tiny_llama, tiny_tokenizer):
@@ -212,7 +225,7 @@ def test_the_report_shows_what_is_there_and_names_what_is_not(tmp_path):
     ]
     results.recall = [Recall(n, "copy", 512, a, 0.01, 100) for n, a in (("teacher", 0.98), ("student", 0.9))]
     results.speed = [
-        Speed(n, c, 500.0, r, 0.1, 0.1, b * c, "float32", 3)
+        Speed(n, c, 500.0, r, 0.1, 0.1, b * c, "float32", 3, 1)
         for c in (1024, 8192)
         for n, r, b in (("teacher", 5.0, 100), ("student", 9.0, 52))
     ]

@@ -44,7 +44,7 @@ def results(kl=0.02, recalled=0.95, model="a <b>bold</b> run"):
     shares = (("teacher", 0.98), ("student", recalled), ("sliding_window baseline", 0.9))
     made.recall = [Recall(n, t, c, a, 0.01, 96) for n, a in shares for t in ("copy", "passkey") for c in (512, 1024)]
     made.speed = [
-        Speed(n, c, 500.0, r, 0.1, 0.2, b * c * 1000, "float32", 3)
+        Speed(n, c, 500.0, r, 0.1, 0.2, b * c * 1000, "float32", 3, 1)
         for c in (1024, 8192)
         for n, r, b in (("teacher", 5.0, 100), ("student", 9.0, 52))
     ]

@@ -60,7 +60,7 @@ def test_figures_with_their_spread(mixed, tmp_path):
         teacher="t",
         quality=[Quality("student", "core", 0.0312, 0.0011, 0.91, 13.5, 1.02, 40, 512, 20480)],
         recall=[Recall("student", "passkey", 2048, 0.95, 0.02, 100)],
-        speed=[Speed("student", 8192, 1000.0, 20.5, 0.1, 0.1, 3 * 2**20, "float32", 3)],
+        speed=[Speed("student", 8192, 1000.0, 20.5, 0.1, 0.1, 3 * 2**20, "float32", 3, 1)],
         tasks={"student": {"piqa": {"alias": "piqa", "acc,none": 0.65, "acc_stderr,none": 0.01}}},
         env={"machine": {"device": "cpu", "processor": "Some CPU", "torch_threads": 2}},
     )
@@ -69,7 +69,7 @@ def test_figures_with_their_spread(mixed, tmp_path):
     for row in (
         "| student | core | 0.0312 ± 0.0011 | 0.910 | 13.50 | 1.020 | 40 windows of 512 |",
         "| student | passkey | 2048 | 0.950 ± 0.020 | 100 |",
-        "| student | 8192 | 3.00 MiB (float32) | 1000 | 20.5 | 3 |",
+        "| student | 8192 | 3.00 MiB (float32) | 1000 | 20.5 | 1 + 3 |",
         "| student | piqa | acc | 0.6500 ± 0.0100 |",
         "Speed on Some CPU, 2 threads",
     ):

@@ -170,7 +170,7 @@ def _result_tables(results: Any) -> list[str]:
         rows = ["| model | context | cache | prefill tok/s | decode tok/s | n |", "|---|---|---|---|---|---|"]
         rows += [
             f"| {s.name} | {s.context} | {s.cache_bytes / 2**20:.2f} MiB ({s.cache_dtype}) | {s.prefill_tok_s:.0f} | "
-            f"{s.decode_tok_s:.1f} | {s.repeats} |"
+            f"{s.decode_tok_s:.1f} | {s.prefill_repeats} + {s.repeats} |"
             for s in results.speed
         ]
         tables.append("\n".join(rows) + "\n")
