@@ -2,11 +2,13 @@
 
     python benchmarks/kernels.py [LENGTH,LENGTH,...]
 
-Rivals: PyTorch's causal softmax attention (SDPA) on the same heads, and the quadratic form of the same mechanism.
+Rivals: PyTorch's causal softmax attention (SDPA) on the same heads, and the quadratic form of the same mechanism, which
+`window_linear` must also agree with. Memory: what forward and backward add to the peak of a process of their own.
 """
 
 import os
 import statistics
+import subprocess
 import sys
 import time
 
@@ -40,6 +42,22 @@ def sdpa(q, k, v, fq, far, map_keys):
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def quadratic(q, k, v, fq, far, map_keys):
+    """window_linear with the weight of every key for every query written out."""
+    rep, length = HEADS // GROUPS, q.shape[1]
+    fk = map_keys(k).transpose(1, 2).repeat_interleave(rep, 1)
+    k, v = (x.transpose(1, 2).repeat_interleave(rep, 1) for x in (k, v))
+    q, fq, far = q.transpose(1, 2), fq.transpose(1, 2), far.transpose(1, 2)[..., None]
+    age = torch.arange(length)[:, None] - torch.arange(length)
+    sink = torch.arange(length) < SINKS
+    near = (age >= 0) & ((age < WINDOW) | sink)
+    logits = (q @ k.mT * NEAR["scale"]).masked_fill(~near, -torch.inf)
+    top = torch.maximum(logits.amax(-1, keepdim=True), far)
+    old = (fq @ fk.mT).masked_fill((age < WINDOW) | sink, 0.0)
+    weights = (logits - top).exp() + old * (far - top).exp()
+    return (weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2)
+
+
 # name -> function of the tensors; one line adds an operation
 REGISTRY = {
     "sdpa": sdpa,
@@ -48,9 +66,7 @@ REGISTRY = {
     "window_linear": lambda q, k, v, fq, far, map_keys: window_linear.chunk(
         q, k, v, fq, far, map_keys=map_keys, **NEAR
     )[0],
-    "window_linear quadratic": lambda q, k, v, fq, far, map_keys: window_linear.naive(
-        q, k, v, fq, far, map_keys=map_keys, **NEAR
-    ),
+    "window_linear quadratic": quadratic,
 }
 
 
@@ -103,7 +119,36 @@ def measure(lengths):
             )
             line += f", both {ours[1] / half:.2f}"
         print(line)
+    sizes = {}
+    for length in lengths if sys.platform == "linux" else []:
+        for name in ("sdpa", "window_linear"):
+            call = [sys.executable, __file__, "--memory", name, str(length)]
+            sizes[name, length] = float(subprocess.run(call, check=True, capture_output=True, text=True).stdout)
+        told = "   ".join(f"{name} {sizes[name, length]:8.1f}" for name in ("sdpa", "window_linear"))
+        half = sizes.get(("window_linear", length // 2))
+        print(f"T {length:6}  MiB at the peak of forward and backward: {told}", end="")
+        print(f"; window_linear over half the length: {sizes['window_linear', length] / half:.2f}" if half else "")
+
+
+def memory(name, length):
+    """MiB that one forward and backward add to the memory of this process at their peak. Needs Linux."""
+
+    def status(key):
+        with open("/proc/self/status", encoding="utf-8") as lines:
+            return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+    torch.set_num_threads(1)
+    REGISTRY[name](*tensors(256)).sum().backward()  # libraries and their buffers
+    inputs = tensors(length)
+    before = status("VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as handle:
+        handle.write("5")  # the peak starts anew
+    REGISTRY[name](*inputs).sum().backward()
+    return (status("VmHWM") - before) / 1024
 
 
 if __name__ == "__main__":
-    measure([int(n) for n in sys.argv[1].split(",")] if len(sys.argv) > 1 else [512, 1024, 2048, 4096, 8192, 16384])
+    if sys.argv[1:2] == ["--memory"]:
+        print(memory(sys.argv[2], int(sys.argv[3])))
+    else:
+        measure([int(n) for n in sys.argv[1].split(",")] if len(sys.argv) > 1 else [512, 1024, 2048, 4096, 8192, 16384])

@@ -23,7 +23,14 @@ def command(
     ] = "corpus",
     windows: Annotated[int | None, typer.Option("--windows", min=1, help="Fewer or more windows.")] = None,
     recall: Annotated[str, typer.Option("--recall", help="Context lengths, or none.")] = "512,1k,2k",
-    samples: Annotated[int, typer.Option("--recall-samples", min=1, help="Pass-key items at the shortest length; tasks with more answers and longer lengths get fewer.")] = 16,
+    samples: Annotated[
+        int,
+        typer.Option(
+            "--recall-samples",
+            min=1,
+            help="Pass-key items at the shortest length; tasks with more answers and longer lengths get fewer.",
+        ),
+    ] = 16,
     baselines: Annotated[bool, typer.Option("--baselines/--no-baselines", help="Measure both baselines too.")] = True,
     tasks: Annotated[str, typer.Option("--tasks", help="lm-eval tasks as a,b; quick for three local ones.")] = "",
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="First rows of each task.")] = None,

@@ -202,7 +202,7 @@ class ConvertConfig(Strict):
 class EvalConfig(Strict):
     """What is measured at the end: protocols, recall lengths, lm-eval tasks, and speed by context.
 
-    `recall_samples`: pass-key items at the shortest length; longer ones, and tasks with more answers an item, get fewer.
+    `recall_samples`: pass-key items at the shortest length. Longer ones get fewer, and so do tasks of several answers.
     """
 
     protocols: list[Literal["core", "long"]] = ["core"]
