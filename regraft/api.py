@@ -189,6 +189,7 @@ def distill(
     """Train converted model `ref` by one stage (a stage of the recipe schema) against `teacher`; writes `out`/model.
 
     An interrupted call goes on where it stopped when it is repeated; the checkpoints of a finished one are removed.
+    Started by torchrun or accelerate, its processes share each step; the first one writes.
     UserError if `out` holds anything but this stage's own files. Returns the StageResult.
     """
     from regraft.convert.graft import converted_layers
@@ -242,12 +243,16 @@ def distill(
         measure=measured,
         log=log,
     )
-    size = sum(p.numel() * p.element_size() for p in result.student.parameters())
-    with new_folder(target, size) as staging:
-        result.student.save_pretrained(staging)
-        student.tokenizer.save_pretrained(staging)
-    for checkpoint in out.glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
+    from accelerate import PartialState
+
+    if PartialState().is_main_process:
+        size = sum(p.numel() * p.element_size() for p in result.student.parameters())
+        with new_folder(target, size) as staging:
+            result.student.save_pretrained(staging)
+            student.tokenizer.save_pretrained(staging)
+        for checkpoint in out.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    PartialState().wait_for_everyone()
     return result
 
 

@@ -157,6 +157,12 @@ class _Pipeline:
     def __init__(self, recipe, out, store, upto, recipe_text, device, trust_remote_code, log):
         from regraft.convert.sources import check_same_tokenizer, load_source, pick_device
 
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise UserError(
+                "a whole run is one process",
+                where="WORLD_SIZE",
+                fix="train its stages with several: torchrun --nproc_per_node N -m regraft distill RECIPE ...",
+            )
         if upto is not None and upto not in STEPS:
             raise UserError(f"no step '{upto}'", where="--upto", fix=suggest(upto, STEPS))
         self.recipe, self.log = recipe, log

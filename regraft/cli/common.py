@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
@@ -17,6 +18,8 @@ class State:
     verbose = False
     quiet = False
     threads: int | None = None
+    # of several processes (torchrun, accelerate launch), the first speaks for all
+    speaks = os.environ.get("RANK", "0") == "0"
 
 
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:N or mps.")]
@@ -47,13 +50,14 @@ def prepare() -> None:
 
 def say(text: str) -> None:
     """Progress, on stderr, unless --quiet."""
-    if not State.quiet:
+    if State.speaks and not State.quiet:
         print(text, file=sys.stderr, flush=True)
 
 
 def show(text: str) -> None:
     """A result, on stdout."""
-    print(text, flush=True)
+    if State.speaks:
+        print(text, flush=True)
 
 
 def show_json(value: Any) -> None:

@@ -34,6 +34,7 @@ from regraft.errors import UserError
 from regraft.recipes.schema import AlignStage, DataConfig
 
 _KEEP = 2  # checkpoints
+_START_ROWS = 2  # the first rows, on which starts are chosen and the teacher's variance is taken
 _ERROR_ROWS = 8  # rows after the training ones on which the error that is left is measured
 _WEIGHTS, _STATE = "trainer.safetensors", "trainer.json"
 
@@ -119,6 +120,7 @@ class _Run:
         self._place()
         self.optimizer = torch.optim.AdamW(self._groups(), betas=stage.betas, weight_decay=stage.weight_decay)
         self.start_error: dict[int, float] | None = None
+        self.variance: dict[int, torch.Tensor] = {}
 
     def _configuration(self, data: DataConfig) -> dict[str, Any]:
         """Everything that decides the result; a checkpoint of a different one is refused."""
@@ -167,8 +169,8 @@ class _Run:
         first = self._resume()
         metrics = self.out_dir / "metrics.jsonl"
         self._truncate(metrics, first)
-        if first == 0 and isinstance(self.stage, AlignStage):
-            self._choose_starts()
+        if isinstance(self.stage, AlignStage):
+            self._look(choose=first == 0)
         epochs = self.rows.epochs(self.steps * self._rows_per_step())
         if epochs > 1 and first == 0:
             self.log(f"note: the text is read {epochs:.1f} times for {self.stage.tokens} tokens")
@@ -284,7 +286,7 @@ class _Run:
             context = Context.of(None, documents_from_positions(batch.position_ids))
             for index, mixer in layers.items():
                 hidden, position, target = taps[index]
-                loss = align_loss(self.stage.loss, mixer.heads(hidden, position, context), target)
+                loss = align_loss(self.stage.loss, mixer.heads(hidden, position, context), target, self.variance[index])
                 self._check_finite(loss.item(), f"stage align, layer {index}")
                 (loss * share).backward()
                 totals[index] += loss.item() * share
@@ -358,15 +360,21 @@ class _Run:
         return norm
 
     @torch.no_grad()
-    def _choose_starts(self) -> None:
-        """Where a mixer offers several starts, take the one with the lowest error on the first batch."""
-        batch = self._batches(0)[0]
+    def _look(self, choose: bool) -> None:
+        """Variance of the teacher's outputs; with `choose`, of several starts that a mixer offers the best one.
+
+        Both on the same rows in every process, whatever the batch: so neither changes what is learned.
+        """
+        batch = _to(self.rows.batch(0, _START_ROWS), self.accelerator.device)
         layers = converted_layers(self.student)
         taps = teacher_taps(self.teacher, batch, list(layers))
         context = Context.of(None, documents_from_positions(batch.position_ids))
-        for index, mixer in layers.items():
-            choose_start(mixer, *taps[index], context)
-        self.start_error = self._layer_errors()
+        self.variance = {index: taps[index][2].float().var(unbiased=False) for index in layers}
+        if choose:
+            for index, mixer in layers.items():
+                choose_start(mixer, *taps[index], context)
+            del taps
+            self.start_error = self._layer_errors()
 
     @torch.no_grad()
     def _layer_errors(self) -> dict[int, float]:
@@ -383,7 +391,8 @@ class _Run:
             context = Context.of(None, documents_from_positions(batch.position_ids))
             for index, mixer in layers.items():
                 hidden, position, target = taps[index]
-                totals[index] += align_loss("mse_over_variance", mixer.heads(hidden, position, context), target).item()
+                out = mixer.heads(hidden, position, context)
+                totals[index] += align_loss("mse_over_variance", out, target, self.variance[index]).item()
         return {index: total / _ERROR_ROWS for index, total in totals.items()}
 
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -9,12 +9,15 @@ import torch
 from torch.nn import functional as F
 
 
-def align_loss(kind: str, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+def align_loss(
+    kind: str, student: torch.Tensor, teacher: torch.Tensor, variance: torch.Tensor | None = None
+) -> torch.Tensor:
     """Distance of head outputs [B, T, H, Dv], averaged over tokens.
 
-    "mse_over_variance": mean squared error over the variance of the teacher's outputs in this batch (1 is as bad as
-    always saying their mean). "mse": mean squared error. "l2norm": mean over tokens of ||student - teacher||_2 /
-    sqrt(H Dv), the norm of RADLADS (Goldstein et al. 2025, arXiv 2505.03005), not squared.
+    "mse_over_variance": mean squared error over `variance`, by default that of the teacher's outputs in this batch (1
+    is as bad as always saying their mean); a given one makes the loss of a batch the mean of its parts'. "mse": mean
+    squared error. "l2norm": mean over tokens of ||student - teacher||_2 / sqrt(H Dv), the norm of RADLADS (Goldstein
+    et al. 2025, arXiv 2505.03005), not squared.
     """
     student, teacher = student.float().flatten(2), teacher.float().flatten(2)
     if kind == "l2norm":
@@ -24,7 +27,8 @@ def align_loss(kind: str, student: torch.Tensor, teacher: torch.Tensor) -> torch
     if kind == "mse":
         return error
     if kind == "mse_over_variance":
-        return error / teacher.var(unbiased=False).clamp(min=1e-12)
+        variance = teacher.var(unbiased=False) if variance is None else variance
+        return error / variance.clamp(min=1e-12)
     raise ValueError(f"unknown alignment loss '{kind}'")
 
 

@@ -112,11 +112,13 @@ def test_a_packed_students_gradient_does_not_cross_documents(pair):
         torch.testing.assert_close(packed.last_hidden_state[:, 13:], alone.last_hidden_state, atol=1e-5, rtol=1e-4)
 
 
-def test_accumulation_equals_a_larger_batch(pair, tiny_tokenizer, text, tmp_path):
+@pytest.mark.parametrize("kind", ["align", "logits"])
+def test_accumulation_equals_a_larger_batch(pair, tiny_tokenizer, text, tmp_path, kind):
     finals = []
     for number, shape in enumerate(({"batch_size": 4}, {"batch_size": 1, "accumulate": 4})):
         teacher, student = pair()
-        stage = LogitsStage(**{**LOGITS, **shape}, train="mixers")
+        made = {"align": AlignStage, "logits": LogitsStage}[kind]
+        stage = made(**{**{"align": ALIGN, "logits": LOGITS}[kind], **shape}, train="mixers")
         finals.append(train(stage, student, teacher, tiny_tokenizer, text, tmp_path / str(number)).student.state_dict())
     for name in finals[0]:
         torch.testing.assert_close(finals[0][name], finals[1][name], atol=2e-5, rtol=1e-4)
