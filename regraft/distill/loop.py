@@ -35,7 +35,7 @@ from regraft.recipes.schema import AlignStage, DataConfig
 
 _KEEP = 2  # checkpoints
 _START_ROWS = 2  # the first rows, on which starts are chosen and the teacher's variance is taken
-_ERROR_ROWS = 8  # rows after the training ones on which the error that is left is measured
+_ERROR_ROWS = 4  # rows after the training ones on which the error that is left is measured
 _WEIGHTS, _STATE = "trainer.safetensors", "trainer.json"
 
 
