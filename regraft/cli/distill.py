@@ -26,7 +26,7 @@ def command(
 
         regraft distill quickstart --student half --stage 0 -o aligned
 
-        regraft distill quickstart --student half --stage 1 -o x --dry-run
+        regraft distill lolcats --student half --stage 1 -o x --dry-run
     """
     from regraft import api
     from regraft.recipes.load import load_recipe

@@ -49,7 +49,7 @@ def recall(
     """Accuracy of every model on every task and length: the same items for all models.
 
     `samples` items at the shortest length of a task with one answer an item; fewer of one with more answers, and fewer
-    at longer lengths so that each costs about the same (but at least four). `haystack`: token ids of held-out text.
+    at longer lengths so that each costs about the same (but at least two). `haystack`: token ids of held-out text.
     Standard errors are over items.
     """
     rows = []
@@ -57,7 +57,7 @@ def recall(
     for length in lengths:
         for name in tasks:
             task = TASKS[name]
-            count = max(4, samples * min(lengths) // (length * task.worth))
+            count = max(2, 4 // task.worth, samples * min(lengths) // (length * task.worth))
             items = [task.make(tokenizer, haystack, length, seed * 1000 + i) for i in range(count)]
             for label, model in models.items():
                 found = score(model, items)
