@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,7 +166,9 @@ class _Pipeline:
             )
         if upto is not None and upto not in STEPS:
             raise UserError(f"no step '{upto}'", where="--upto", fix=suggest(upto, STEPS))
-        self.recipe, self.log = recipe, log
+        began = time.perf_counter()
+        self.recipe = recipe
+        self.log = lambda line: log(f"{_clock(time.perf_counter() - began)}  {line}")
         self.recipe_text = recipe_text or dump(recipe)
         self.last = STEPS.index(upto or STEPS[-1])
         self.folder = Path(out) if out is not None else run_folder(recipe)
@@ -265,7 +268,8 @@ class _Pipeline:
             return RunResult(folder)
         self.log(f"3 select    by {recipe.layers.by}")
         selection = self._select(errors)
-        self.log(selection.render())
+        for line in selection.render().splitlines():
+            self.log("            " + line)
         if self.last < STEPS.index("distill"):
             return RunResult(folder, selection=selection)
         for number, stage, step in self.distilling:
@@ -288,7 +292,8 @@ class _Pipeline:
         from regraft.eval.report import report
 
         page = report([folder])
-        self.log(f"done        {final}\nreport      {page}")
+        self.log(f"done        {final}")
+        self.log(f"report      {page}")
         return RunResult(folder, final, selection, results, verified)
 
     def _split_stages(self) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
@@ -502,6 +507,11 @@ class _Pipeline:
         shutil.rmtree(final, ignore_errors=True)
         os.replace(staging, final)
         return final
+
+
+def _clock(seconds: float) -> str:
+    """Minutes and seconds since the run began."""
+    return f"{int(seconds) // 60:3d}:{int(seconds) % 60:02d}"
 
 
 def _options(recipe: Recipe) -> Any:
