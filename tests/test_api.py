@@ -49,6 +49,7 @@ def test_every_function_mirrors_a_command():
     """What a command can be told, its function can be told too, under the same name."""
     import typer.main
 
+    from regraft import api
     from regraft.cli.main import app
     from regraft.convert.export.hub import export
     from regraft.convert.plan import inspect_source
@@ -61,7 +62,7 @@ def test_every_function_mirrors_a_command():
     commands = typer.main.get_command(app).commands
     assert {"eval", *NAMES} - {"evaluate", "load"} <= set(commands)
     for name in ["eval", *sorted(NAMES - {"evaluate", "load"})]:
-        function = getattr(regraft.api, {"eval": "evaluate"}.get(name, name))
+        function = getattr(api, {"eval": "evaluate"}.get(name, name))
         assert len(inspect.getdoc(function)) > 40, name
         parameters = inspect.signature(function).parameters
         known = set(parameters)

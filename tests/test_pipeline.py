@@ -260,7 +260,7 @@ def test_ctrl_c_says_how_to_go_on(recipe_text, tmp_path):
             break
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=180)
     assert process.returncode == 130 and "Traceback" not in told, told
     last = told.strip().splitlines()[-1]
     assert last.startswith("stopped; finished steps and checkpoints are kept. Continue: ")
