@@ -84,15 +84,18 @@ def step(
     batch, _, heads, features = fq.shape
     groups = v.shape[2]
     fq, fk, v = real_tokens(lengths, fq, fk, v)
-    kv, norm = parted(joined(state, fk, v)) if state is None else state
-    key = wide(fk[:, 0])
-    kv = torch.addcmul(kv, key[..., None], wide(v[:, 0])[..., None, :])
-    norm = norm + key
+    kv, norm = added(fk, v, parted(joined(None, fk, v)) if state is None else state)
     q = wide(fq).view(batch, groups, heads // groups, features)
     with exactly(fq.device):
         num = (q @ kv).view(batch, 1, heads, -1)
         den = (q * norm[:, :, None]).sum(-1).view(batch, 1, heads)
     return num, den, LinearState(kv, norm)
+
+
+def added(fk: torch.Tensor, v: torch.Tensor, state: LinearState) -> LinearState:
+    """The state after one key [B, 1, G, F] and value [B, 1, G, Dv] more."""
+    key = wide(fk[:, 0])
+    return LinearState(torch.addcmul(state.kv, key[..., None], wide(v[:, 0])[..., None, :]), state.norm + key)
 
 
 def joined(state: LinearState | None, fk: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -228,7 +228,9 @@ def step(
     q, k, v = real_tokens(lengths, q, k, v)
     if state is None:
         state = empty_state(q.shape[0], window, sinks, k.shape[2], k.shape[3], v.shape[3], k.dtype, k.device)
-    top, total, out, after = look(q, k, v, state, scale, softcap, reach)
+    top, weights, values, after = look(q, k, v, state, scale, softcap, reach, settled(state, reach))
+    with exactly(q.device):
+        total, out = weights.sum(-1, keepdim=True), torch.bmm(weights, values)
     lse = (top + total.log()).view(q.shape[:3])
     out = (out / total).view(*q.shape[:3], -1).to(q.dtype)
     return out, lse, after if lengths is None else keep_rows(lengths > 0, after, state)
@@ -242,35 +244,50 @@ def look(
     scale: float,
     softcap: float | None,
     reach: int | None,
+    unmasked: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, WindowState]:
-    """One token: largest logit and sum of weights [B, G, r, 1], weighted values [B, G, r, Dv], and the new state."""
-    window, sinks = state.keys.shape[1], state.sink_keys.shape[1]
+    """One token: largest logit [B * G, r, 1], weights over it [B * G, r, W + S], their values, and the new state.
+
+    A step is many small operations whose overhead is what it costs, so they are counted: the new window is a view of
+    what the query sees, and without an empty slot there is nothing to mask.
+    """
+    window, sinks, groups = state.keys.shape[1], state.sink_keys.shape[1], k.shape[2]
     k, v, count = k.to(state.keys.dtype), v.to(state.values.dtype), state.count[:, None]
-    keys, values = torch.cat([state.keys[:, 1:], k], 1), torch.cat([state.values[:, 1:], v], 1)
-    sink_keys, sink_values = state.sink_keys, state.sink_values
-    # from which token on a slot is seen: the window fills from its newest end, a sink is seen once it has left
-    since = torch.arange(window - 1, -1, -1, device=q.device)
-    if sinks:
-        slot = torch.arange(sinks, device=q.device)
-        here = (slot == count)[:, :, None, None]
-        sink_keys, sink_values = torch.where(here, k, sink_keys), torch.where(here, v, sink_values)
-        since = torch.cat([since, slot + window])
-        all_keys, all_values = torch.cat([keys, sink_keys], 1), torch.cat([values, sink_values], 1)
-    else:
-        all_keys, all_values = keys, values
-    seen = count >= since  # [B, W + S]
-    if reach is not None:
-        slots = torch.arange(-window, sinks, device=q.device)
-        seen = seen & ((slots < 0) | within(count - slots, reach))
+    sink_keys, sink_values, seen = state.sink_keys, state.sink_values, None
+    if not unmasked:
+        # from which token on a slot is seen: the window fills from its newest end, a sink is seen once it has left
+        since = torch.arange(window - 1, -1, -1, device=q.device)
+        if sinks:
+            slot = torch.arange(sinks, device=q.device)
+            here = (slot == count)[:, :, None, None]
+            sink_keys, sink_values = torch.where(here, k, sink_keys), torch.where(here, v, sink_values)
+            since = torch.cat([since, slot + window])
+        seen = count >= since  # [B, W + S]
+        if reach is not None:
+            slots = torch.arange(-window, sinks, device=q.device)
+            seen = seen & ((slots < 0) | within(count - slots, reach))
+    keys = torch.cat([state.keys[:, 1:], k, sink_keys], 1)
+    values = torch.cat([state.values[:, 1:], v, sink_values], 1)
     with exactly(q.device):
-        groups = wide(q).view(q.shape[0], k.shape[2], -1, q.shape[3]) * scale
-        logits = bound(groups @ wide(all_keys).permute(0, 2, 3, 1), softcap)
-        logits = torch.where(seen[:, None, None], logits, -torch.inf)
+        grouped = wide(q).reshape(q.shape[0] * groups, -1, q.shape[3]) * scale
+        logits = bound(torch.bmm(grouped, wide(keys).permute(0, 2, 3, 1).flatten(0, 1)), softcap)
+        if seen is not None:
+            logits = torch.where(seen.repeat_interleave(groups, 0)[:, None], logits, -torch.inf)
         top = logits.amax(-1, keepdim=True)
-        weights = (logits - top).exp()
-        out = weights @ wide(all_values).transpose(1, 2)
-    after = WindowState(keys, values, sink_keys, sink_values, state.count + 1)
-    return top, weights.sum(-1, keepdim=True), out, after
+        weights = (logits - top).exp_()
+    after = WindowState(keys[:, :window], values[:, :window], sink_keys, sink_values, state.count + 1)
+    return top, weights, wide(values).transpose(1, 2).flatten(0, 1), after
+
+
+def settled(state: WindowState, reach: int | None) -> bool:
+    """Whether every slot of the state is filled and seen, so that a step needs no mask.
+
+    Asked only where the answer costs nothing: an accelerator would have to be waited for, a compiler would have to
+    break its graph.
+    """
+    if reach is not None or state.count.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return bool((state.count >= state.keys.shape[1] + state.sink_keys.shape[1]).all())
 
 
 def keep_rows(write: torch.Tensor, new, old):

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 
 from regraft.kernels.attend import MOST, Far, attend
-from regraft.kernels.blocks import real_tokens, wide
+from regraft.kernels.blocks import exactly, real_tokens, wide
 from regraft.kernels.dispatch import backend
 from regraft.kernels.linear import LinearState, joined, parted
-from regraft.kernels.linear import step as linear_step
+from regraft.kernels.linear import added as linear_added
 from regraft.kernels.sliding_window import (
     WindowState,
     bound,
@@ -27,6 +27,7 @@ from regraft.kernels.sliding_window import (
     keep_rows,
     look,
     remember,
+    settled,
     store,
 )
 from regraft.kernels.sliding_window import chunk as window_chunk
@@ -164,11 +165,18 @@ def step(
     """One token (T = 1) on top of `state`; a row whose `lengths` is 0 leaves its state as it is."""
     q, k, v, fq, log_far = real_tokens(lengths, q, k, v, fq, log_far)
     state = start(q, k, v, fq, window, sinks) if state is None else state
-    leaves = state.count - window >= sinks  # the key that leaves as this token comes is there, and no sink
-    fk = torch.where(leaves[:, None, None, None], map_keys(state.keys[:, :1]), 0.0)
-    top, total, out, near_after = look(q, k, v, WindowState(*state[:5]), scale, softcap, reach)
-    num, den, far_after = linear_step(fq, fk, state.values[:, :1], state=LinearState(*state[5:]))
-    far = (wide(log_far).view_as(top) - top).clamp(max=MOST).exp()
-    out = (out + far * num.view_as(out)) / (total + far * den.view_as(total))
+    fk, near = map_keys(state.keys[:, :1]), WindowState(*state[:5])
+    full = settled(near, reach)
+    if not full:
+        leaves = state.count - window >= sinks  # the key that leaves as this token comes is there, and no sink
+        fk = torch.where(leaves[:, None, None, None], fk, 0.0)
+    top, weights, values, near_after = look(q, k, v, near, scale, softcap, reach, full)
+    far_after = linear_added(fk, state.values[:, :1], LinearState(*state[5:]))
+    kv, norm = (x.flatten(0, 1) for x in far_after)
+    with exactly(q.device):
+        far = (wide(log_far).reshape(top.shape) - top).clamp_(max=MOST).exp_()
+        far = wide(fq).reshape(*top.shape[:2], -1) * far
+        total = torch.baddbmm(weights.sum(-1, keepdim=True), far, norm[..., None])
+        out = torch.baddbmm(torch.bmm(weights, values), far, kv) / total
     after = WindowLinearState(*near_after, *far_after)
     return out.view(*q.shape[:3], -1).to(q.dtype), after if lengths is None else keep_rows(lengths > 0, after, state)

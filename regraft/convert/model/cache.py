@@ -40,7 +40,7 @@ class MixerCacheLayer(CacheLayerMixin):
         self.batch_size = state[0].shape[0]
         self.device = state[0].device
         if self.max_cache_len is None:
-            self.state = type(state)(*(_own(s.detach()) for s in state))
+            self.state = type(state)(*map(_own, state))
             self.cumulative_length += tokens
         elif self.state is None:
             self.state = type(state)(*(s.detach().clone(memory_format=torch.contiguous_format) for s in state))
@@ -109,5 +109,6 @@ class MixerCacheLayer(CacheLayerMixin):
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
-    """`x` in memory of its own: a view would keep the whole prefill alive."""
+    """`x` in memory of its own, without a gradient: a view would keep the whole prefill alive."""
+    x = x.detach() if x.requires_grad else x
     return x if x.untyped_storage().nbytes() == x.numel() * x.element_size() else x.clone()
