@@ -297,9 +297,12 @@ class _Pipeline:
         return RunResult(folder, final, selection, results, verified)
 
     def _split_stages(self) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
-        """Alignment stages that come first are done before the layers are chosen, since the choice may read them."""
+        """A first stage of alignment is done with all candidates, before the choice, which may read what it left.
+
+        The stages after it train the chosen layers only, further alignment too: it costs less and helps as much.
+        """
         stages = list(enumerate(self.recipe.distill))
-        first = next((i for i, stage in stages if not isinstance(stage, AlignStage)), len(stages))
+        first = int(bool(stages) and isinstance(stages[0][1], AlignStage))
         return stages[:first], stages[first:]
 
     def _depth(self) -> int:

@@ -180,7 +180,8 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
     if measure:
         rate, told = _measured_rate(recipe, device), "from a measured forward pass"
     stages = [
-        _stage_plan(s, recipe, count, fit, specs, mixer, options, total, fresh, inside, rate) for s in recipe.distill
+        _stage_plan(stage, number == 0, recipe, count, fit, specs, mixer, options, total, fresh, inside, rate)
+        for number, stage in enumerate(recipe.distill)
     ]
     trained = max((s.trained for s in stages), default=0)
     rows = max((s.seq_len * s.batch_size for s in recipe.distill), default=512)
@@ -215,14 +216,14 @@ def plan(recipe: Recipe, *, measure: bool = False, device: str | None = None) ->
     )
 
 
-def _stage_plan(stage, recipe, count, fit, specs, mixer, options, total, fresh, inside, rate) -> StagePlan:
+def _stage_plan(stage, first, recipe, count, fit, specs, mixer, options, total, fresh, inside, rate) -> StagePlan:
     """Tokens, parameters and cost of one stage.
 
     FLOPs a token: 2 per parameter forward, 4 more backward for what is trained through; attention is left out.
     """
     tokens = stage.tokens
     steps = max(1, math.ceil(tokens / (stage.seq_len * stage.batch_size * stage.accumulate)))
-    everything = isinstance(stage, AlignStage) and recipe.layers.by not in ("list", "uniform")
+    everything = first and isinstance(stage, AlignStage) and recipe.layers.by not in ("list", "uniform")
     if everything:  # all candidates are aligned before the choice
         fresh = sum(mixer.new_parameters(specs[i], options) for i in fit)
     lora = 0
