@@ -47,7 +47,8 @@ def bench(
 
     Per context, after an untimed short round, `repeats` rounds in which the models take turns: a prefill of random ids
     in one call, then `new_tokens` single steps on its cache. Once prefill has taken 20 s, later rounds decode only, on
-    the cache that is there; `prefill_repeats` says how many there were. Medians; spread is (max - min) / median.
+    the cache that is there; `prefill_repeats` says how many there were. The cache is measured after the first decoded
+    tokens. Medians; spread is (max - min) / median.
     """
     rows = []
     generator = torch.Generator().manual_seed(seed)
@@ -68,10 +69,11 @@ def bench(
                     last.pop(name, None)  # never two caches of one model
                     last[name], seconds = _prefill(model, ids)
                     prefill[name].append(context / seconds)
-                    size[name] = cache_bytes(last[name].cache)
             for name, model in models.items():
                 last[name], seconds = _decode(model, last[name], new_tokens)
                 decode[name].append(new_tokens / seconds)
+                # with the room that was made for further tokens
+                size.setdefault(name, cache_bytes(last[name].cache))
         for name, model in models.items():
             rows.append(
                 Speed(

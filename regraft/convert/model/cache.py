@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 
 class MixerCacheLayer(CacheLayerMixin):
@@ -106,6 +106,61 @@ class MixerCacheLayer(CacheLayerMixin):
         if self.state is not None:
             self.state = type(self.state)(*(fn(s) for s in self.state))
             self.batch_size = self.state[0].shape[0]
+
+
+class AppendingLayer(DynamicLayer):
+    """The cache of a softmax layer that is kept; new tokens are written behind the old ones.
+
+    transformers' own layer copies all it holds for every new token, which costs more than attending to it. Here the
+    first token after a prefill makes room for the next ones. Other operations (crop, beams, ...) are inherited: they
+    replace or shorten `keys` and `values`, and the next token finds out whether these still lie in the room.
+    """
+
+    room: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values [B, G, N + T, D], the new ones included. With gradients it copies, as its parent does."""
+        if not self.get_seq_length() or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return super().update(key_states, value_states, *args, **kwargs)
+        new = key_states, value_states
+        old = self.keys, self.values
+        if self.room is None or not all(map(_fits, old, new, self.room)):
+            self.room = _with_room(old[0], new[0]), _with_room(old[1], new[1])
+        start, stop = old[0].shape[-2], old[0].shape[-2] + new[0].shape[-2]
+        for room, x in zip(self.room, new, strict=True):
+            room[..., start:stop, :] = x
+        self.keys, self.values = (room[..., :stop, :] for room in self.room)
+        return self.keys, self.values
+
+    def reset(self) -> None:
+        """Forget everything, the room too."""
+        self.room = None
+        super().reset()
+
+    def offload(self) -> None:
+        """To the CPU; the room is given back."""
+        self.room = None
+        super().offload()
+
+
+_ROOM = 64  # tokens: one copy in 64 steps costs nothing, and so little room hardly shows in the cache's size
+
+
+def _fits(old: torch.Tensor, new: torch.Tensor, room: torch.Tensor) -> bool:
+    """Whether `old` is the beginning of `room`, and `new` finds place behind it."""
+    begins = old.data_ptr() == room.data_ptr() and old.shape[:-2] == room.shape[:-2] and old.stride() == room.stride()
+    writable = torch.is_inference_mode_enabled() or not room.is_inference()
+    return begins and writable and old.shape[-2] + new.shape[-2] <= room.shape[-2]
+
+
+def _with_room(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A copy of `old` with place for `new` and some more."""
+    length = old.shape[-2]
+    room = old.new_empty(*old.shape[:-2], length + max(new.shape[-2], _ROOM), old.shape[-1])
+    room[..., :length, :] = old
+    return room
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import MODEL_MAPPING, DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import (
     create_causal_mask,
     create_sliding_window_causal_mask,
@@ -23,7 +24,7 @@ from transformers.masking_utils import (
 )
 
 from regraft.convert.mixers.base import Mixer
-from regraft.convert.model.cache import MixerCacheLayer
+from regraft.convert.model.cache import AppendingLayer, MixerCacheLayer
 from regraft.convert.model.context import Context, documents_from_boundaries, documents_from_positions
 from regraft.convert.spec import attention_spec
 
@@ -101,7 +102,7 @@ class GraftedModelMixin:
         return {i: layer.self_attn for i, layer in enumerate(self.layers) if isinstance(layer.self_attn, Mixer)}
 
     def adopt_cache(self, cache: Any) -> Any:
-        """Give the converted layers of a fresh cache their own cache layers; ValueError for another model's cache."""
+        """Give the layers of a fresh cache the kind each needs; ValueError for another model's cache."""
         converted = self.converted()
         if not converted:
             return cache
@@ -120,6 +121,9 @@ class GraftedModelMixin:
             if getattr(layer, "is_initialized", False):
                 raise ValueError(f"cache layer {index} already holds keys of another model: pass a fresh cache")
             cache.layers[index] = mixer.cache_layer(size)
+        for index, layer in enumerate(cache.layers):
+            if type(layer) is DynamicLayer and not layer.is_initialized:
+                cache.layers[index] = AppendingLayer()
         return cache
 
     def forward(
