@@ -162,7 +162,7 @@ def select(
         rows = calibration_rows(loaded.tokenizer, list(documents(data)), tokens)
     selections = []
     for selector in selectors:
-        calibration = None if rows is None else Calibration(teacher, student, rows, errors)
+        calibration = None if rows is None else Calibration(teacher, student, loaded.tokenizer, rows, errors)
         selections.append(select_layers(selector.name, keep, depth, to, chosen.to_dict(), calibration, log))
     if not compare:
         return selections[0]

@@ -420,7 +420,9 @@ class _Pipeline:
                         rows = calibration_rows(
                             self.source.tokenizer, list(documents(self._calibration_data())), layers.tokens
                         )
-                        calibration = Calibration(self.source.model, self._load_student(), rows, errors)
+                        calibration = Calibration(
+                            self.source.model, self._load_student(), self.source.tokenizer, rows, errors
+                        )
                     chosen = select_layers(layers.by, int(layers.keep or 0), self._depth(), mixer, options, calibration)
                 chosen.save(folder / "layers.json")
         else:

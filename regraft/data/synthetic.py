@@ -55,7 +55,7 @@ class RecallItem:
     answers: list[list[int]]
 
 
-def copy_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int) -> RecallItem:
+def copy_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int | str) -> RecallItem:
     """A passage, other text, the passage again: every token of the second copy but the first is an answer."""
     rng = random.Random(f"copy {length} {seed}")
     size = 2 * length // 5
@@ -65,7 +65,7 @@ def copy_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int) -
     return RecallItem(torch.tensor(text + passage), [[p] for p in range(begin + 1, length)])
 
 
-def passkey_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int) -> RecallItem:
+def passkey_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int | str) -> RecallItem:
     """A five-digit pass key hidden at a random depth of other text, asked for at the end."""
     rng = random.Random(f"passkey {length} {seed}")
     key = "".join(rng.choices("0123456789", k=5))
@@ -81,7 +81,7 @@ def passkey_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int
     return RecallItem(torch.tensor(ids), [list(range(length - len(answer), length))])
 
 
-def associative_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int) -> RecallItem:
+def associative_task(tokenizer: Any, haystack: Sequence[int], length: int, seed: int | str) -> RecallItem:
     """Eight key-value pairs, other text, then four of the pairs again: the values there are the answers."""
     rng = random.Random(f"associative {length} {seed}")
     keys = rng.sample(_KEYS, 8)
@@ -108,7 +108,7 @@ class RecallTask:
     Answers of one item are not independent (they share its text), so that is fewer than its answers.
     """
 
-    make: Callable[[Any, Sequence[int], int, int], RecallItem]
+    make: Callable[[Any, Sequence[int], int, int | str], RecallItem]
     worth: int
 
 

@@ -17,7 +17,7 @@ import torch
 
 from regraft.convert.layers import layer_strip, ruler
 from regraft.errors import UserError, suggest
-from regraft.select.scores import align_scores, kl_scores, uniform_scores
+from regraft.select.scores import align_scores, kl_scores, recall_scores, uniform_scores
 
 SELECTION_FORMAT = 1
 
@@ -27,10 +27,12 @@ class Calibration:
     """What selectors may look at. `rows` [N, T]: calibration ids; `student`: every candidate converted and aligned.
 
     `layer_error`: the alignment error that stage 1 left, if there was one; without it `align` measures it on `rows`.
+    `tokenizer`: the teacher's.
     """
 
     teacher: Any
     student: Any
+    tokenizer: Any
     rows: torch.Tensor
     layer_error: dict[int, float] | None = None
 
@@ -68,6 +70,14 @@ SELECTORS: dict[str, Selector] = {
             True,
             kl_scores,
             # layer l is computed again from l upwards: half of the depth on average, and the teacher once
+            lambda layers: 1 + (layers + 1) / 2,
+        ),
+        Selector(
+            "recall",
+            "the same KL, half on text and half at the answers of recall items",
+            "KL in nats per token, text plus answers",
+            True,
+            recall_scores,
             lambda layers: 1 + (layers + 1) / 2,
         ),
         Selector(

@@ -9,6 +9,7 @@ import torch
 from regraft.convert.graft import converted_layers, decoder_layers
 from regraft.convert.layers import evenly
 from regraft.data.packing import Batch
+from regraft.data.synthetic import TASKS
 from regraft.distill.loop import teacher_taps
 from regraft.distill.losses import Head, align_loss
 
@@ -46,34 +47,60 @@ def _batch(row: torch.Tensor, device: Any) -> Batch:
     return Batch(ids, torch.arange(ids.shape[1], device=device)[None], ids)
 
 
-@torch.no_grad()
 def kl_scores(calibration: Any, num_layers: int, keep: int) -> dict[int, float]:
     """KL(teacher || teacher with one layer converted), layer by layer, at every fourth position of the rows.
 
+    Neighbouring positions say nearly the same, and the logits of all of them would cost as much as the layers.
+    """
+    return _single_layer_kl(calibration, calibration.rows, _every_fourth(calibration.rows))
+
+
+def recall_scores(calibration: Any, num_layers: int, keep: int) -> dict[int, float]:
+    """The same KL on the first half of the rows, plus that at the answers of as many recall items.
+
+    The items are associative ones (see regraft.data.synthetic), as long as the rows, with the rows for text in between.
+    On plain text a layer that everything depends on to find something again looks like any other.
+    """
+    number, length = calibration.rows.shape
+    text = calibration.rows[: number - number // 2]
+    haystack = calibration.rows.flatten().tolist()
+    make = TASKS["associative"].make
+    items = [make(calibration.tokenizer, haystack, length, f"select {i}") for i in range(max(1, number // 2))]
+    before = torch.zeros(len(items), length, dtype=torch.bool)
+    for row, item in zip(before, items, strict=True):
+        row[[p - 1 for answer in item.answers for p in answer]] = True
+    on_text = _single_layer_kl(calibration, text, _every_fourth(text))
+    on_answers = _single_layer_kl(calibration, torch.stack([item.ids for item in items]), before)
+    return {index: kl + on_answers[index] for index, kl in on_text.items()}
+
+
+def _every_fourth(rows: torch.Tensor) -> torch.Tensor:
+    """[N, T]: every fourth of the positions that predict a token of their row."""
+    position = torch.arange(rows.shape[1])
+    return ((position % 4 == 3) & (position < rows.shape[1] - 1)).expand(rows.shape)
+
+
+@torch.no_grad()
+def _single_layer_kl(calibration: Any, rows: torch.Tensor, where: torch.Tensor) -> dict[int, float]:
+    """Mean KL at the positions `where` [N, T] of `rows` [N, T], for each layer converted alone.
+
     The swap happens inside the teacher for the time of one pass. The layers below the swapped one give what the
-    teacher's give, so they are not computed again: their outputs are replayed. Neighbouring positions say nearly the
-    same, and the logits of all of them would cost as much as the layers.
+    teacher's give, so they are not computed again: their outputs are replayed.
     """
     teacher, mixers = calibration.teacher, converted_layers(calibration.student)
     head = Head.of(teacher)
     totals = dict.fromkeys(mixers, 0.0)
-    count = 0
-    for rows in calibration.rows.split(max(1, _BATCH_TOKENS // calibration.rows.shape[1])):
-        ids = rows.to(teacher.device)
+    size = max(1, _BATCH_TOKENS // rows.shape[1])
+    for part, places in zip(rows.split(size), where.split(size), strict=True):
+        ids, places = part.to(teacher.device), places.to(teacher.device)
         inputs, final = _layer_inputs(teacher, ids)
-        reference = [head(part).log_softmax(-1) for part in _sampled(final)]
-        count += sum(len(part) for part in reference)
+        reference = [head(piece).log_softmax(-1) for piece in final[places].split(_CHUNK)]
         for index, mixer in mixers.items():
             hidden = _from_layer(teacher, ids, index, inputs[index], mixer)
-            for part, target in zip(_sampled(hidden), reference, strict=True):
-                found = head(part).log_softmax(-1)
+            for piece, target in zip(hidden[places].split(_CHUNK), reference, strict=True):
+                found = head(piece).log_softmax(-1)
                 totals[index] += (target.exp() * (target - found)).sum(dtype=torch.float64).item()
-    return {index: total / count for index, total in totals.items()}
-
-
-def _sampled(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Every fourth of the positions [B, T, D] that predict a token of their row, in pieces."""
-    return hidden[:, 3:-1:4].flatten(0, 1).split(_CHUNK)
+    return {index: total / int(where.sum()) for index, total in totals.items()}
 
 
 def _layer_inputs(teacher: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:

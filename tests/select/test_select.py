@@ -1,22 +1,28 @@
 """Selectors: what they score, what they cost, that the swap leaves the teacher alone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from regraft.convert.graft import converted_layers
+from regraft.data.synthetic import associative_task
 from regraft.errors import UserError
 from regraft.select.compare import rank_agreement, render, student_of
 from regraft.select.registry import SELECTORS, Calibration, Selection, select_layers
 
 
 @pytest.fixture
-def calibration(tiny_llama, grafted):
-    teacher = tiny_llama()
+def calibration(tiny_llama, grafted, tiny_tokenizer):
+    teacher = tiny_llama(vocab=260)
     student = grafted(teacher, "sliding_window", window=3, sinks=1)
-    rows = torch.randint(3, 128, (3, 40))
-    return Calibration(teacher, student, rows)
+    rows = torch.randint(4, 260, (3, 240))
+    return Calibration(teacher, student, tiny_tokenizer, rows)
+
+
+def attributes(calibration):
+    return calibration.teacher, calibration.student, calibration.tokenizer, calibration.rows
 
 
 def pick(calibration, by, keep=2):
@@ -39,6 +45,23 @@ def test_kl_is_the_kl_of_the_teacher_with_that_one_layer_converted(calibration, 
     assert chosen.tokens == calibration.rows.numel() and chosen.passes == pytest.approx(3.5)
 
 
+def test_recall_adds_the_kl_at_the_answers_of_recall_items(calibration, grafted):
+    chosen = pick(calibration, "recall")
+    haystack = calibration.rows.flatten().tolist()
+    item = associative_task(calibration.tokenizer, haystack, 240, "select 0")
+    answers = [p - 1 for answer in item.answers for p in answer]
+    assert answers and item.ids.shape == (240,)
+    for layer in range(4):
+        alone = grafted(calibration.teacher, "sliding_window", layers=[layer], window=3, sinks=1)
+        kls = []
+        for ids in (calibration.rows[:2], item.ids[None]):
+            target, found = (m(ids).logits.log_softmax(-1) for m in (calibration.teacher, alone))
+            kls.append((target.exp() * (target - found)).sum(-1))
+        wanted = kls[0][:, torch.arange(3, 239, 4)].mean() + kls[1][0, answers].mean()
+        assert chosen.scores[layer] == pytest.approx(wanted.item(), rel=1e-4, abs=1e-7)
+    assert chosen.passes == pytest.approx(3.5) and chosen.tokens == calibration.rows.numel()
+
+
 @pytest.mark.parametrize("by", sorted(SELECTORS))
 def test_a_choice_converts_the_lowest_scores(calibration, by):
     chosen = pick(calibration, by)
@@ -49,8 +72,9 @@ def test_a_choice_converts_the_lowest_scores(calibration, by):
 
 
 def test_align_takes_what_stage_1_left_and_else_measures_it(calibration):
-    given = Calibration(calibration.teacher, calibration.student, calibration.rows, {0: 3.0, 1: 1.0, 2: 2.0, 3: 9.0})
+    given = Calibration(*attributes(calibration), {0: 3.0, 1: 1.0, 2: 2.0, 3: 9.0})
     assert pick(given, "align").converted == [1, 2]
+    calibration = replace(calibration, rows=calibration.rows[:, :40])
     measured = pick(calibration, "align").scores
     assert all(0 < value < 2 for value in measured.values())
 
@@ -95,6 +119,6 @@ def test_mistakes(calibration):
         pick(calibration, "align", keep=4)
     with pytest.raises(UserError, match="needs a converted student"):
         select_layers("kl", 2, 4, "sliding_window")
-    few = Calibration(calibration.teacher, calibration.student, calibration.rows, {0: 1.0})
+    few = Calibration(*attributes(calibration), {0: 1.0})
     with pytest.raises(UserError, match="1 layers can be converted"):
         pick(few, "align")
