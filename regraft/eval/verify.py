@@ -399,7 +399,7 @@ def _exact_limit(model: Any, index: int, mixer: Mixer, hidden: torch.Tensor, pos
     view = model.get_decoder().config
     attn_class = type(_source_base(model).layers[0].self_attn)
     source = attn_class(view, index).to(hidden)
-    weights = {k: v for k, v in mixer.state_dict().items() if k in source.state_dict()}
+    weights = {k: v for k, v in mixer.source_weights().items() if k in source.state_dict()}
     lacking = sorted(source.state_dict().keys() - weights.keys())
     if lacking:
         yield _check(name, index, math.nan, f"the source has {', '.join(lacking)}, the layer does not")

@@ -16,13 +16,16 @@ def ids(batch, length, vocab=128, seed=0):
     return torch.randint(3, vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+SLIDING = ("gemma2", "gemma3_text")  # families in which some layers slide
+
+
 def layers_for(name, family):
     """Layers of a tiny model that the mixer fits: window_linear leaves layers alone that slide in the source."""
-    return [3] if (name, family) == ("window_linear", "gemma3_text") else [0, 1, 2, 3]
+    return [3] if name == "window_linear" and family in SLIDING else [0, 1, 2, 3]
 
 
 def build(tiny_model, grafted, name, family, options=SMALL, layers=None, noise=0.5):
-    config = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} if family == "gemma3_text" else {}
+    config = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]} if family in SLIDING else {}
     if config and name == "window_linear":
         # its kept layers slide, and transformers' own window counts padding: keep it out of reach of these tests
         config["sliding_window"] = 100
@@ -322,3 +325,19 @@ def test_a_source_layer_that_slides_keeps_its_own_reach(tiny_model, grafted, nam
         return
     x = ids(2, 40)
     torch.testing.assert_close(grafted(teacher, name, **options)(x).logits, teacher(x).logits, atol=2e-5, rtol=1e-4)
+
+
+def test_a_fused_projection_is_split_into_parts_of_its_own(tiny_model):
+    from regraft.convert.mixers.base import split_fused
+
+    teacher = tiny_model("phi3")
+    options = parse_options("sliding_window", SMALL["sliding_window"])
+    result = graft(teacher, {1: ("sliding_window", options)})
+    mixer, fused = converted_layers(result.model)[1], attention_slots(teacher)[1].qkv_proj
+    assert result.reports[1].derived == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
+    assert result.reports[1].copied == ["o_proj.weight"]
+    assert torch.equal(mixer.source_weights()["qkv_proj.weight"], fused.weight)
+    with_bias = torch.nn.Linear(64, 4 * 16 + 2 * 2 * 16)
+    parts = split_fused(with_bias, mixer.spec)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(torch.cat([parts[f"{n}_proj"](x) for n in "qkv"], -1), with_bias(x))

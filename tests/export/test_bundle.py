@@ -82,6 +82,8 @@ def test_exports_load_in_a_fresh_process_without_regraft(tiny_model, tiny_llama,
         "window": grafted(tiny_llama(), "sliding_window", layers=[1], **options),
         "qwen": grafted(tiny_model("qwen3"), "window_linear", feature_dim=8, **options),
         "gemma": grafted(tiny_model("gemma3_text"), "sliding_window", layers=[0, 2], **options),
+        "fused": grafted(tiny_model("phi3"), "window_linear", layers=[0, 2], feature_dim=8, **options),
+        "experts": grafted(tiny_model("mixtral"), "window_linear", layers=[1], feature_dim=8, **options),
         "half": cast_parameters(grafted(tiny_model("qwen2"), "window_linear", layers=[1], **options), torch.bfloat16),
     }
     for name, model in models.items():

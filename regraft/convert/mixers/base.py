@@ -40,8 +40,8 @@ class Mixer(nn.Module):
     """Base of all target mechanisms.
 
     A mixer takes over the children of the source attention under their own names (q_proj, k_proj, v_proj, o_proj,
-    q_norm, ...), so biases, norms and adapter targets come along. Subclasses give `Options`, `make_new`,
-    `init_new_weights`, `mix` and `state_bytes`.
+    q_norm, ...), so biases, norms and adapter targets come along; a fused projection is split into q_proj, k_proj and
+    v_proj. Subclasses give `Options`, `make_new`, `init_new_weights`, `mix` and `cache_bytes`.
     """
 
     Options: ClassVar[type[Options]] = Options
@@ -57,10 +57,11 @@ class Mixer(nn.Module):
         self.layer_idx = spec.layer_idx
         self.name = ""  # name in the registry, set by whoever installs the mixer
         for name, child in attn.named_children():
-            self.add_module(name, child)
+            for part, module in split_fused(child, spec).items() if name == spec.fused else [(name, child)]:
+                self.add_module(part, module)
         for name, parameter in attn.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
-        self.make_new(attn.q_proj.weight.device)
+        self.make_new(self.o_proj.weight.device)
 
     @classmethod
     def check_fit(cls, spec: AttentionSpec, options: Options) -> None:
@@ -80,11 +81,24 @@ class Mixer(nn.Module):
     @classmethod
     def from_attention(cls, attn: nn.Module, spec: AttentionSpec, options: Options) -> tuple["Mixer", TransferReport]:
         """Take over `attn` (its children move; pass a copy if the source is still needed)."""
-        copied = [name for name, _ in attn.named_parameters()]
+        source = {name for name, _ in attn.named_parameters()}
         mixer = cls(attn, spec, options)
         mixer.init_new_weights()
-        fresh = [name for name, _ in mixer.named_parameters() if name not in copied]
-        return mixer, TransferReport(copied=copied, derived=[], fresh=fresh)
+        names = [name for name, _ in mixer.named_parameters()]
+        split = [name for name in names if spec.fused and name.partition(".")[0] in ("q_proj", "k_proj", "v_proj")]
+        copied = [name for name in names if name in source]
+        fresh = [name for name in names if name not in {*copied, *split}]
+        return mixer, TransferReport(copied=copied, derived=split, fresh=fresh)
+
+    def source_weights(self) -> dict[str, torch.Tensor]:
+        """The weights that came from the source attention, under the names they have there."""
+        weights = self.state_dict()
+        if self.spec.fused:
+            for kind in ("weight", "bias"):
+                parts = [weights.pop(f"{name}_proj.{kind}", None) for name in "qkv"]
+                if parts[0] is not None:
+                    weights[f"{self.spec.fused}.{kind}"] = torch.cat(parts)
+        return weights
 
     def inputs(
         self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None
@@ -93,12 +107,14 @@ class Mixer(nn.Module):
         shape = (*hidden_states.shape[:-1], -1)
         # while trained, a mixer's weights are fp32 inside a bf16 model
         hidden_states = hidden_states.to(self.v_proj.weight.dtype)
-        q = self.q_proj(hidden_states).view(*shape, self.spec.head_dim)
-        k = self.k_proj(hidden_states).view(*shape, self.spec.head_dim)
-        v = self.v_proj(hidden_states).view(*shape, self.spec.value_dim)
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        if self.spec.qk_norm == "all":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.view(*shape, self.spec.head_dim), k.view(*shape, self.spec.head_dim)
+        v = v.view(*shape, self.spec.value_dim)
         if self.spec.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
-        if position_embeddings is not None:
+        if self.spec.rope is not None and position_embeddings is not None:
             cos, sin = position_embeddings
             q, k = self.spec.rope(q, k, cos, sin, unsqueeze_dim=2)
         return q, k, v
@@ -181,6 +197,25 @@ class Mixer(nn.Module):
     def extra_repr(self) -> str:
         """The options, for print(model)."""
         return ", ".join(f"{k}={v}" for k, v in self.options.to_dict().items())
+
+
+@torch.no_grad()
+def split_fused(projection: nn.Linear, spec: AttentionSpec) -> dict[str, nn.Linear]:
+    """The parts of a projection that holds q, k and v one after the other, each with its own copy of its rows."""
+    sizes = {
+        "q_proj": spec.num_heads * spec.head_dim,
+        "k_proj": spec.num_kv_heads * spec.head_dim,
+        "v_proj": spec.num_kv_heads * spec.value_dim,
+    }
+    parts, start = {}, 0
+    for name, rows in sizes.items():
+        part = nn.Linear(projection.in_features, rows, bias=projection.bias is not None, device="meta")
+        for kind, parameter in projection.named_parameters():
+            piece = nn.Parameter(parameter[start : start + rows].clone(), requires_grad=parameter.requires_grad)
+            setattr(part, kind, piece)
+        parts[name] = part
+        start += rows
+    return parts
 
 
 @torch.no_grad()
